@@ -33,8 +33,8 @@ from gateway.runs.operations import LossDefinitions
 from gateway.runs.record import RunHistory, RunQueries
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
-from gateway.runs.runner import RunnerTools
-from gateway.runs.stopping import Stop, save_runs
+from gateway.runs.stopping import Stop
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
@@ -261,31 +261,23 @@ class Gateway:
             requests=requests,
             samplers=self.samplers,
         )
-        snapshots = SnapshotStore(
-            database=database,
-            data_dir=data_dir,
+        tools = RunTools(
+            settings=settings,
+            journal=self.journal,
+            history=self.run_history,
             checkpoints=self.checkpoints,
             versions=self.versions,
-        )
-        lifecycle = RunLifecycle(
-            settings=settings,
-            database=database,
-            journal=self.journal,
-            hosts=hosts,
-            collector=self.collector,
-            snapshots=snapshots,
-            tools=RunnerTools(
-                journal=self.journal,
-                history=self.run_history,
+            snapshots=SnapshotStore(
+                database=database,
+                data_dir=data_dir,
                 checkpoints=self.checkpoints,
                 versions=self.versions,
-                samplers=self.samplers,
-                sampling=self.sampling,
-                usage=self.usage,
-                metrics=metrics,
-                loss_definitions=self.loss_definitions,
-                settings=settings,
             ),
+            samplers=self.samplers,
+            sampling=self.sampling,
+            usage=self.usage,
+            metrics=metrics,
+            loss_definitions=self.loss_definitions,
         )
         self.runs = RunRegistry(
             settings=settings,
@@ -295,9 +287,14 @@ class Gateway:
             limits=self.limits,
             groups=self.groups,
             hosts=hosts,
-            snapshots=snapshots,
-            pins=self.pins,
-            lifecycle=lifecycle,
+            lifecycle=RunLifecycle(
+                database=database,
+                journal=self.journal,
+                hosts=hosts,
+                collector=self.collector,
+                tools=tools,
+            ),
+            tools=tools,
         )
         self.admission = OperationAdmission(
             runs=self.runs,
@@ -362,7 +359,7 @@ class Gateway:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
-            await save_runs(self.runs.all(), self.stop, timeout=self.settings.stop_timeout)
+            await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
         await self.runs.close(patience=self._patience)
         self.usage.write()  # now, because the gateway may be killed during the rest

@@ -126,7 +126,7 @@ class OperationAdmission:
                 waiting=queued,
                 per_second=run.dispatcher.rate,
             )
-        if run.trainer is not None and run.trainer.makes_room:
+        if run.makes_room:
             self.limits.note_refusal("recovery_log_bytes")
             raise overloaded(
                 "a snapshot is being written, after which there is room for more batches to replay",

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from copy import deepcopy
+from pathlib import Path
 
-from gateway.owners.usage.meter import Subject, UsageMeter
-from gateway.runs.operations import Call, Progress, RunBroken
-from gateway.runs.recovery.restoration import Reply, Request
-from gateway.runs.run import Run
+from gateway.owners.usage.meter import Subject
+from gateway.runs.operations import Call, Operation, Progress, RunBroken
+from gateway.runs.recovery.replay_log import SentCall
+from gateway.runs.recovery.restoration import Reply, Request, TrainerRequest
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
+from gateway.runs.trainer_host import DevicesLost
+from gateway.storage.data_directory import relative_path
 from gateway.workers.clients import (
     EXIT_REPORT_PATIENCE,
     Method,
@@ -29,10 +34,10 @@ Pick = Callable[[TrainerClient], Method[Request, Reply]]
 
 
 class CallDelivery:
-    def __init__(self, *, run: Run, trainer: RunTrainer, usage: UsageMeter) -> None:
-        self._run = run
+    def __init__(self, *, trainer: RunTrainer, tools: RunTools) -> None:
+        self._run = run = trainer.run
         self._trainer = trainer
-        self._usage = usage
+        self._tools = tools
         self._subject = Subject(
             id=run.id,
             session_id=run.session_id,
@@ -40,6 +45,8 @@ class CallDelivery:
             base_model=run.model.name,
             run_id=run.id,
         )
+        self._without_turn: dict[int, asyncio.Event | None] = {}
+        """By `seq_id`: operations waiting for a turn. A later operation waits for the event."""
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     async def deliver(
@@ -70,12 +77,12 @@ class CallDelivery:
         )
         if isinstance(request, trainer_pb2.OptimStepRequest):
             request.snapshot = await self._trainer.taker.folder()
-        self._trainer.note_sent(call, request, release=release)
+        self._note_sent(call, request, release=release)
         call.send()
         reply = await self._answer(call, pick, request)
         call.answered = True
-        self._trainer.note_answered(call, request, reply)
-        self._usage.record_reply(
+        self._note_answered(call, request, reply)
+        self._tools.usage.record_reply(
             operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
         )
         if reply.HasField("failure"):
@@ -84,7 +91,7 @@ class CallDelivery:
 
     async def _answer(self, call: Call, pick: Pick[Request, Reply], request: Request) -> Reply:
         while True:
-            async with self._trainer.turn(call.operation) as client:
+            async with self._turn(call.operation) as client:
                 if reply := await self._answer_of(client, call, pick(client), request):
                     return reply
             if isinstance(request, trainer_pb2.OptimStepRequest):
@@ -114,8 +121,8 @@ class CallDelivery:
                     why = "the connection to the trainer broke again and again"
                     self._trainer.lose(client, InternalError(why))
             except OperationTimedOut as error:
-                if not self._trainer.is_silent:
-                    if not self._trainer.is_at_work:  # it worked on another run's call
+                if not self._is_silent:
+                    if not self._run.host.was_at(self._run.id):  # it worked on another run's call
                         continue
                     # A repetition would take as long.
                     raise RunBroken(await self._trainer.final(error)) from error
@@ -123,6 +130,90 @@ class CallDelivery:
             except TandemError as error:
                 self._trainer.lose(client, error)
         return None
+
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the trainer ignores heartbeats and can be restored."""
+        host = self._run.host
+        return self._run.log is not None and (host.worker is None or bool(host.silence))
+
+    @asynccontextmanager
+    async def _turn(self, operation: Operation) -> AsyncIterator[TrainerClient]:
+        """Hold a serving trainer with its devices for the block. Raises `RunBroken`.
+
+        Operations get their turns in order. Otherwise one could hold the devices while its
+        predecessor waits for them."""
+        seq_id = operation.seq_id
+        self._without_turn[seq_id] = None
+        try:
+            while True:
+                await self._trainer.client()
+                if (first := min(self._without_turn)) < seq_id:
+                    before = self._without_turn[first] or asyncio.Event()
+                    self._without_turn[first] = before
+                    await before.wait()
+                    continue
+                try:
+                    async with self._run.host.turn(self._run.id, operation.kind):
+                        if self._trainer.serves:  # it may have died meanwhile
+                            self._let_next_go(seq_id)
+                            yield self._trainer.serving
+                            return
+                except DevicesLost:
+                    continue
+        finally:
+            self._let_next_go(seq_id)
+
+    def _let_next_go(self, seq_id: int) -> None:
+        if (waited_for := self._without_turn.pop(seq_id, None)) is not None:
+            waited_for.set()
+
+    def _note_sent(
+        self, call: Call, request: TrainerRequest, *, release: Callable[[], None] | None
+    ) -> None:
+        """Note a call before its sending, for a replay."""
+        log = self._run.log
+        if log is None:
+            if release is not None:
+                release()
+            return
+        operation, again = call.operation, deepcopy(request)
+        match again:
+            case trainer_pb2.OptimStepRequest():
+                again.snapshot = ""
+            case trainer_pb2.ForwardBackwardRequest():
+                again.loss_definition = b""
+            case trainer_pb2.LoadCheckpointRequest():
+                again.path = relative_path(Path(again.path), self._tools.settings.data_dir)
+        content = again.SerializeToString()
+        sent = SentCall(
+            seq_id=operation.seq_id,
+            kind=operation.kind,
+            changes_state=operation.changes_state,
+            request=content,
+            body=operation.body,
+            size=len(content) + (operation.size if operation.has_payload else 0),
+            has_payload=operation.has_payload,
+            release=release,
+        )
+        was_complete = log.complete
+        log.note_sent(sent)
+        if was_complete and not log.complete:
+            self._log.warning("not_restorable", reason=log.why_incomplete)
+
+    def _note_answered(self, call: Call, request: Request, reply: Reply) -> None:
+        """Note the trainer's answer and wait for its snapshot."""
+        if (log := self._run.log) is not None:
+            seq_id, failure = call.operation.seq_id, reply.failure
+            self._trainer.restoration.note_plan(seq_id, reply)
+            log.note_answered(
+                seq_id, seconds=reply.seconds, failure=failure.type, reason=failure.message
+            )
+        if isinstance(request, trainer_pb2.OptimStepRequest) and request.snapshot:
+            if not reply.HasField("failure") and self._trainer.serves:
+                self._trainer.taker.follow(self._trainer.serving, request.snapshot)
+            else:
+                self._run.snapshot_asked = ""
 
     @contextmanager
     def following(self, call: Call, client: TrainerClient) -> Iterator[None]:

@@ -36,14 +36,14 @@ class Dispatcher:
     def __init__(
         self,
         *,
-        window: int,
-        window_bytes: int,
-        gap_timeout: float,
         end: Callable[[Operation, Outcome], None],
+        window: int | None = None,
+        window_bytes: int | None = None,
+        gap_timeout: float | None = None,
     ) -> None:
-        self._window = window
-        self._window_bytes = window_bytes
-        self._gap_timeout = gap_timeout
+        self._window = window or DISPATCH_WINDOW
+        self._window_bytes = window_bytes or DISPATCH_WINDOW_BYTES
+        self._gap_timeout = gap_timeout or GAP_TIMEOUT
         self._end = end
         self._waiting: dict[int, Operation] = {}
         self._under_way: dict[int, Call] = {}

@@ -16,68 +16,57 @@ from sqlalchemy import update
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, RunBroken
-from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.run import Run
-from gateway.runs.runner import OperationRunner, RunnerTools
+from gateway.runs.runner import OperationRunner
+from gateway.runs.stopping import Stop, save_runs
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.database import Database
 from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
-from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RunLifecycle:
-    settings: GatewaySettings
     database: Database
     journal: Journal
     hosts: TrainerHosts
     collector: GarbageCollector
-    snapshots: SnapshotStore
-    tools: RunnerTools
+    tools: RunTools
 
     def __post_init__(self) -> None:
+        self._trainers: dict[str, RunTrainer] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
-
-    def trainer_of(self, run: Run, host: TrainerHost) -> RunTrainer:
-        return RunTrainer(
-            run=run,
-            host=host,
-            settings=self.settings,
-            journal=self.journal,
-            snapshots=self.snapshots,
-            metrics=self.tools.metrics,
-            definition_of=partial(self.tools.definition_of, session_id=run.session_id),
-            on_lost=lambda error: self.abort(run, error),
-        )
 
     def begin(self, run: Run, *, heard: asyncio.Event | None = None, ended: int = -1) -> None:
         """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
         its client is `heard`."""
-        run.life = asyncio.create_task(self._live(run, heard, ended), name=f"run-{run.id}")
+        trainer = RunTrainer(run=run, tools=self.tools, on_lost=partial(self.abort, run))
+        self._trainers[run.id] = trainer
+        run.life = asyncio.create_task(self._live(trainer, heard, ended), name=f"run-{run.id}")
 
-    async def _live(self, run: Run, heard: asyncio.Event | None, ended: int) -> None:
+    async def _live(self, trainer: RunTrainer, heard: asyncio.Event | None, ended: int) -> None:
         """Start the trainer when it has a place, and carry out operations until the run ends."""
-        assert run.trainer is not None
+        run = trainer.run
         if heard is not None:
             await heard.wait()
         try:
-            runner = OperationRunner(run=run, trainer=run.trainer, tools=self.tools)
+            runner = OperationRunner(trainer=trainer, tools=self.tools)
             begins = run.creation is not None and not run.creation.future.ended
-            await self.hosts.place(run, run.trainer.host)
+            await self.hosts.place(run)
             if run.creation is not None and begins:
-                await run.trainer.start()
+                await trainer.start()
                 call = Call(run.creation)
                 call.begin()
                 self.journal.end(run.creation, await runner.carry_out(call))
                 ended = 0 if call.sent else -1
             else:
                 why = "the gateway restarted, and the trainer ended with it"
-                run.trainer.take_over(GatewayRestarted(why))
+                trainer.take_over(GatewayRestarted(why))
             run.state = "ready"
             await run.dispatcher.serve(runner.carry_out, sent=ended)
         except RunBroken as broken:
@@ -89,14 +78,18 @@ class RunLifecycle:
             error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
         self.abort(run, error)
 
+    async def save(self, stop: Stop, *, timeout: float) -> None:
+        """Save the serving runs before their trainers are stopped, as `save_runs`."""
+        await save_runs(self._trainers.values(), stop, timeout=timeout)
+
     def abort(self, run: Run, error: TandemError) -> None:
         self._end(run, error)
-        self._stopped(run, error.message)
+        self._stopped(run)
 
     async def end_all(self, ending: Sequence[Run], error: TandemError) -> None:
         for run in ending:
             self._end(run, error)
-        await asyncio.gather(*(self._stopped(run, error.message) for run in ending))
+        await asyncio.gather(*(self._stopped(run) for run in ending))
 
     def write_end(self, run_id: str, error: TandemError) -> None:
         self.journal.forget_run(run_id)
@@ -108,14 +101,14 @@ class RunLifecycle:
             )
         )
 
-    async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
+    async def leave(self, host: TrainerHost, run_id: str) -> None:
         try:
-            await self.hosts.leave(host, run_id, reason)
-        except Exception:  # noqa: BLE001 - nobody waits for it
+            await self.hosts.leave(host, run_id)
+        except Exception:  # noqa: BLE001 - the rest of a run must end all the same
             self._log.exception("trainer_not_stopped", run_id=run_id)
 
-    def leave_soon(self, host: TrainerHost, run_id: str, reason: str) -> None:
-        self._in_background(self.leave(host, run_id, reason))
+    def leave_soon(self, run: Run) -> None:
+        self._in_background(self.leave(run.host, run.id))
 
     async def close(self, left: Sequence[Run], *, patience: float) -> None:
         """Cancel everything. The next gateway continues unfinished work, and stops the trainers of
@@ -129,8 +122,7 @@ class RunLifecycle:
             for task in late:
                 task.cancel()
             await asyncio.gather(*stopping, return_exceptions=True)
-        trainers = [run.trainer for run in left if run.trainer is not None]
-        await asyncio.gather(*(trainer.close() for trainer in trainers))
+        await asyncio.gather(*(trainer.close() for trainer in self._trainers.values()))
 
     def _end(self, run: Run, error: TandemError) -> None:
         if run.error is not None:
@@ -152,29 +144,29 @@ class RunLifecycle:
             run.life.cancel()
         self.write_end(run.id, error)
 
-    def _stopped(self, run: Run, reason: str) -> asyncio.Task[None]:
+    def _stopped(self, run: Run) -> asyncio.Task[None]:
         """Stop the run's trainer, then collect its files, since it may write until then. Repeated
         calls return one task."""
         if run.stopping is None:
-            run.stopping = self._in_background(self._stop_trainer(run, reason))
+            run.stopping = self._in_background(self._stop_trainer(run))
         return run.stopping
-
-    async def _stop_trainer(self, run: Run, reason: str) -> None:
-        if run.life is not None:
-            await asyncio.gather(run.life, return_exceptions=True)
-        if run.trainer is not None:
-            await run.trainer.close()
-        try:
-            if run.trainer is not None:
-                await self.hosts.leave(run.trainer.host, run.id, reason)
-            await self.snapshots.remove_all(run)
-            await self.journal.remove_payloads(run.id)
-            await self.collector.collect(run.id, ended=True)
-        except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
-            self._log.exception("trainer_not_stopped", run_id=run.id)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._stopping.add(task)
         task.add_done_callback(self._stopping.discard)
         return task
+
+    async def _stop_trainer(self, run: Run) -> None:
+        if run.life is not None:
+            await asyncio.gather(run.life, return_exceptions=True)
+        if (trainer := self._trainers.get(run.id)) is not None:
+            await trainer.close()
+            del self._trainers[run.id]
+        await self.leave(run.host, run.id)
+        try:
+            await self.tools.snapshots.remove_all(run)
+            await self.journal.remove_payloads(run.id)
+            await self.collector.collect(run.id, ended=True)
+        except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
+            self._log.exception("run_not_removed", run_id=run.id)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from gateway.checkpoints.pins import Pins
-from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import relative_version_folder
-from gateway.metrics import Metrics
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.deltas import Published
 from gateway.runs.operations import Call
-from gateway.runs.run import Run
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
 from gateway.sampling.sampler import Sampler
 from gateway.workers.clients import WorkerUnavailable
@@ -21,24 +17,14 @@ from tandem.v1 import common_pb2, trainer_pb2
 
 
 class WeightPublisher:
-    def __init__(
-        self,
-        *,
-        run: Run,
-        trainer: RunTrainer,
-        delivery: CallDelivery,
-        versions: VersionStore,
-        pins: Pins,
-        metrics: Metrics,
-        handoff: Literal["auto", "on", "off"],
-    ) -> None:
-        self._run = run
+    def __init__(self, *, trainer: RunTrainer, delivery: CallDelivery, tools: RunTools) -> None:
+        self._run = run = trainer.run
         self._trainer = trainer
         self._delivery = delivery
-        self._versions = versions
-        self._pins = pins
-        self._metrics = metrics
-        self._handoff = handoff
+        self._versions = tools.versions
+        self._pins = tools.checkpoints.pins
+        self._metrics = tools.metrics
+        self._handoff = tools.settings.weights_handoff
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
     async def publish(
@@ -115,12 +101,12 @@ class WeightPublisher:
         if wanted == "auto" and run.about.device != "cuda":
             return False
         engines = sampler.engines
-        return len(engines) == 1 and engines[0].is_beside(self._trainer.host.key)
+        return len(engines) == 1 and engines[0].is_beside(run.host.key)
 
     async def release(self, version: str) -> None:
         """Let the trainer free the weights of a handoff. Otherwise it frees them after a while."""
         if self._trainer.serves:
             try:
-                await (await self._trainer.client()).release(version)
+                await self._trainer.serving.release(version)
             except (WorkerUnavailable, TandemError) as error:
                 self._log.warning("handoff_not_released", version=version, reason=describe(error))

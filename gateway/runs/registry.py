@@ -13,7 +13,6 @@ from weakref import WeakValueDictionary
 from sqlalchemy import RowMapping, insert, select
 
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.checkpoints.pins import Pins
 from gateway.identifiers import (
     relative_version_folder,
     request_id_of,
@@ -21,14 +20,14 @@ from gateway.identifiers import (
 )
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
-from gateway.runs import dispatcher
+from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
-from gateway.runs.recovery.replay_log import Recovery, recovery_of
+from gateway.runs.recovery.replay_log import recovery_of
 from gateway.runs.recovery.resumption import RunResumption
-from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.run import Run
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
@@ -66,22 +65,14 @@ class RunRegistry:
     limits: Quotas
     groups: Callable[[], Sequence[WorkerGroup]]
     hosts: TrainerHosts
-    snapshots: SnapshotStore
-    pins: Pins
     lifecycle: RunLifecycle
+    tools: RunTools
 
     def __post_init__(self) -> None:
         self._data_dir = self.settings.data_dir
         self._runs: dict[str, Run] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._resumption = RunResumption(
-            database=self.database,
-            journal=self.journal,
-            limits=self.limits,
-            snapshots=self.snapshots,
-            pins=self.pins,
-            data_dir=self.settings.private,
-        )
+        self._resumption = RunResumption(self.database, self.limits, self.tools)
         self._log = get_log()
 
     async def open(self) -> None:
@@ -99,7 +90,7 @@ class RunRegistry:
         for row in others:
             self.lifecycle.write_end(row["id"], _restarted())
         await self.database.flush()
-        await self.snapshots.open()
+        await self.tools.snapshots.open()
         lost = await self.journal.abandon()
         for row in restored:
             try:
@@ -109,7 +100,7 @@ class RunRegistry:
                 what = f"{type(error).__name__} in the gateway when it restarted; see its log"
                 self.lifecycle.write_end(row["id"], InternalError(what))
                 if (host := self.hosts.get(row["host"])) is not None:
-                    await self.lifecycle.leave(host, row["id"], what)
+                    await self.lifecycle.leave(host, row["id"])
                 await self.database.flush()
                 lost += await self.journal.abandon()
         if found:
@@ -119,7 +110,7 @@ class RunRegistry:
 
     async def _resume(self, row: RowMapping) -> None:
         model, session = row["model"], self.sessions.require(row["session_id"])
-        run = self._new_run(
+        run = Run(
             id=row["id"],
             session_id=session.id,
             owner=row["owner"],
@@ -127,14 +118,14 @@ class RunRegistry:
             training=TrainingSpec.model_validate(row["training"]),
             asks=Asks(**row["asks"]),
             recovery=recovery_of(row["user_metadata"], self.settings),
+            dispatcher=Dispatcher(end=self.journal.end),
         )
         await read_ahead(run.model.path, self.settings)
-        host = self.hosts.for_left(run, key=row["host"])
-        run.trainer = self.lifecycle.trainer_of(run, host)
-        left = await self._resumption.resume(run, row)
-        run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
+        self.hosts.for_left(run, key=row["host"])
+        run.log = self.journal.open_log(run.id, run.recovery)
+        ended = await self._resumption.resume(run, row)
         self._runs[run.id] = run
-        self.lifecycle.begin(run, heard=session.heard, ended=left.ended)
+        self.lifecycle.begin(run, heard=session.heard, ended=ended)
 
     async def close(self, *, patience: float) -> None:
         await self.lifecycle.close(self.all(), patience=patience)
@@ -196,7 +187,7 @@ class RunRegistry:
             )
             _check_divided(config, model.name, ranks=asks.tensor_parallel)
             _check_sharded(config, model.name, asks)
-            run = self._new_run(
+            run = Run(
                 id=run_id,
                 session_id=session_id,
                 owner=session.owner,
@@ -204,6 +195,7 @@ class RunRegistry:
                 training=asks.training(training),
                 asks=asks,
                 recovery=recovery,
+                dispatcher=Dispatcher(end=self.journal.end),
             )
             host = self.hosts.for_new(run)
             self._runs[run_id] = run
@@ -233,44 +225,17 @@ class RunRegistry:
                 await self.journal.accept_creation(creation, run=insert(runs).values(row))
             except BaseException:
                 self._runs.pop(run_id, None)
-                self.lifecycle.leave_soon(host, run_id, "its run was not created")
+                self.lifecycle.leave_soon(run)
                 raise
         run.creation = creation
         if run.error is not None:  # its session ended meanwhile
-            self.lifecycle.leave_soon(host, run_id, run.error.message)
             self.journal.end(creation, run.error)
         else:
-            run.trainer = self.lifecycle.trainer_of(run, host)
+            if recovery.enabled:
+                run.log = self.journal.open_log(run_id, recovery)
             self.lifecycle.begin(run)
         await self.database.sync()
         return request_id
-
-    def _new_run(
-        self,
-        *,
-        id: str,
-        session_id: str,
-        owner: str,
-        model: BaseModelEntry,
-        training: TrainingSpec,
-        asks: Asks,
-        recovery: Recovery,
-    ) -> Run:
-        return Run(
-            id=id,
-            session_id=session_id,
-            owner=owner,
-            model=model,
-            training=training,
-            asks=asks,
-            recovery=recovery,
-            dispatcher=dispatcher.Dispatcher(
-                window=dispatcher.DISPATCH_WINDOW,
-                window_bytes=dispatcher.DISPATCH_WINDOW_BYTES,
-                gap_timeout=dispatcher.GAP_TIMEOUT,
-                end=self.journal.end,
-            ),
-        )
 
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
         ending = [run for run in self._runs.values() if run.session_id == session_id]
@@ -278,7 +243,7 @@ class RunRegistry:
         for run in ending:
             self._runs.pop(run.id, None)
             if run.parent:
-                self.pins.unpin(relative_version_folder(run.parent))
+                self.tools.checkpoints.pins.unpin(relative_version_folder(run.parent))
         return [run.id for run in ending]
 
 

@@ -4,54 +4,48 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.identifiers import request_id_of
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
-from gateway.runs.recovery.replay_log import Recovery
+from gateway.runs.recovery.replay_log import Recovery, ReplayLog
+from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.storage.futures.table import Future, Waiting
-from gateway.workers.asks import Asks
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError
-from tandem.protocol.worker import TrainingSpec
-from tandem.v1 import trainer_pb2
-
-if TYPE_CHECKING:
-    from gateway.runs.trainer import RunTrainer
 
 RunState = Literal["starting", "ready", "ended"]
 
 
-@dataclass(eq=False)
-class Run:
+@dataclass(eq=False, kw_only=True)
+class Run(HostedRun):
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
-    it. `creation` is the operation that creates the run. `about` is the trainer's description of
-    itself. `asks` are the requested resources.
+    it. `creation` is the operation that creates the run. `host` is its trainer's process, perhaps
+    shared. `log` is None without recovery.
+
+    `restoring` describes a restoration of the trainer in progress, or is "". `restored` counts
+    them. `snapshot_asked` is the folder of a snapshot that is being written, or "". `no_snapshot`
+    explains a failure of the last one, or is "".
 
     `parent` is the newest weight version, which is pinned, `newest` the newest for sampling.
     `published` is the last version since the gateway started. `deltas` chooses the next delta's
     base."""
 
-    id: str
-    session_id: str
-    owner: str
-    model: BaseModelEntry
-    training: TrainingSpec
     dispatcher: Dispatcher
-    asks: Asks = field(default_factory=Asks)
     recovery: Recovery = field(default_factory=Recovery)
+    host: TrainerHost = field(init=False)
+    log: ReplayLog | None = None
     state: RunState = "starting"
     error: TandemError | None = None
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
-    trainer: RunTrainer | None = None
     stopping: asyncio.Task[None] | None = None
-    about: trainer_pb2.DescribeTrainerReply = field(
-        default_factory=trainer_pb2.DescribeTrainerReply
-    )
+    restoring: str = ""
+    restored: int = 0
+    snapshot_asked: str = ""
+    no_snapshot: str = ""
     step: int = 0
     parent: str = ""
     newest: str = ""
@@ -60,11 +54,27 @@ class Run:
 
     @property
     def worker(self) -> Worker | None:
-        return self.trainer.host.worker if self.trainer is not None else None
+        return self.host.worker
 
     @property
     def sampler(self) -> str:
-        return self.trainer.host.sampler if self.trainer is not None else ""
+        return self.host.sampler
+
+    @property
+    def snapshot_step(self) -> int:
+        return self.log.newest.step if self.log is not None else 0
+
+    @property
+    def snapshot_problem(self) -> str:
+        """Why there is no useful newer snapshot, or ""."""
+        if self.log is not None and not self.log.complete:
+            return self.log.why_incomplete
+        return self.no_snapshot
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether a snapshot is being written that a nearly full log needs."""
+        return self.log is not None and self.log.nearly_full and bool(self.snapshot_asked)
 
     @property
     def publishes_deltas(self) -> bool:
@@ -84,17 +94,6 @@ class Run:
         """Bytes of a trainer's state: parameters and two moments, 4 bytes each."""
         return max(12 * self.about.trainable_parameters, 3 * self.expected_version_bytes)
 
-    async def save(self) -> None:
-        """Let the trainer finish its calls and save its state if that spares a replay. Return when
-        that is done or the trainer is lost."""
-        assert self.trainer is not None
-        drained = asyncio.create_task(self.dispatcher.drain())
-        try:
-            await asyncio.wait({drained, self.trainer.gone}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            drained.cancel()
-        await self.trainer.save()
-
     def new_future(self, seq_id: int) -> Future:
         return Future(
             request_id=request_id_of(owner=self.id, seq_id=seq_id),
@@ -106,12 +105,10 @@ class Run:
     @property
     def trouble(self) -> str:
         """Why the trainer makes no progress, "" if all is well."""
-        if self.trainer is None:
-            return ""
-        host, restoration = self.trainer.host, self.trainer.restoration
-        if queue := host.waits_for_place:
-            return queue
-        return "; ".join(filter(None, (restoration.doing, host.explain()))) or host.silence
+        waits = self.host.explain()
+        if waits and not self.host.has_place:
+            return waits
+        return "; ".join(filter(None, (self.restoring, waits))) or self.host.silence
 
     def describe(self, seq_id: int) -> Waiting:
         waiting = self.dispatcher.describe(seq_id)

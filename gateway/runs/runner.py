@@ -7,31 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog
+from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.encryption import check_recipients, encrypt_version
-from gateway.checkpoints.versions import VersionStore, WeightVersion
+from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import (
     CheckpointKind,
     CheckpointPath,
     relative_version_folder,
 )
-from gateway.metrics import Metrics
-from gateway.owners.usage.meter import UsageMeter
 from gateway.runs.delivery import CallDelivery
-from gateway.runs.journal import Journal
 from gateway.runs.operations import (
     AdamParams,
-    Body,
     Call,
     DimuonParams,
     LoadWeights,
-    LossDefinitions,
     LossReference,
     OptimStep,
     SaveWeights,
@@ -40,58 +35,24 @@ from gateway.runs.operations import (
     json_result,
 )
 from gateway.runs.publisher import WeightPublisher
-from gateway.runs.record import RunHistory, TrainingStep
+from gateway.runs.record import TrainingStep
 from gateway.runs.recovery.replay_log import Snapshot
-from gateway.runs.run import Run
+from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
-from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.storage.futures.table import Outcome, Result
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import LoadFailed, NameTaken, UnknownModel
-from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
 from tandem.weights import new_version_name
 
 
-@dataclass(frozen=True)
-class RunnerTools:
-    """Shared parts for all runs. `loss_definitions` maps each `loss_fn` to its registered
-    definitions."""
-
-    journal: Journal
-    history: RunHistory
-    checkpoints: CheckpointCatalog
-    versions: VersionStore
-    samplers: SamplerRouter
-    sampling: SamplingSessionRegistry
-    usage: UsageMeter
-    metrics: Metrics
-    loss_definitions: Mapping[str, LossDefinitions]
-    settings: GatewaySettings
-
-    async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
-        """Return the definition of a request's loss, empty for none. Raises `UnknownLoss`."""
-        if isinstance(body, LossReference) and (known := self.loss_definitions.get(body.loss_fn)):
-            return await known.definition(body.loss_id, session_id=session_id)
-        return b""
-
-
 class OperationRunner:
-    def __init__(self, *, run: Run, trainer: RunTrainer, tools: RunnerTools) -> None:
-        self._run = run
+    def __init__(self, *, trainer: RunTrainer, tools: RunTools) -> None:
+        self._run = trainer.run
         self._trainer = trainer
         self._tools = tools
-        self._delivery = CallDelivery(run=run, trainer=trainer, usage=tools.usage)
-        self._publisher = WeightPublisher(
-            run=run,
-            trainer=trainer,
-            delivery=self._delivery,
-            versions=tools.versions,
-            pins=tools.checkpoints.pins,
-            metrics=tools.metrics,
-            handoff=tools.settings.weights_handoff,
-        )
+        self._delivery = CallDelivery(trainer=trainer, tools=tools)
+        self._publisher = WeightPublisher(trainer=trainer, delivery=self._delivery, tools=tools)
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins

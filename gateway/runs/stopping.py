@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from gateway.runs.run import Run
+from gateway.runs.trainer import RunTrainer
 from tandem.telemetry import get_log
 
 _POLL = 0.1
@@ -34,11 +35,11 @@ class Stop:
             self.hand_over = False
 
 
-async def save_runs(runs: Iterable[Run], stop: Stop, *, timeout: float) -> None:
+async def save_runs(trainers: Iterable[RunTrainer], stop: Stop, *, timeout: float) -> None:
     """Let trainers finish their calls and take useful snapshots, for at most `timeout` seconds.
     Report slow runs."""
-    serving = [run for run in runs if run.trainer is not None and run.trainer.serves]
-    saving = {asyncio.create_task(run.save()): run for run in serving}
+    serving = [trainer for trainer in trainers if trainer.serves]
+    saving = {asyncio.create_task(trainer.save()): trainer.run for trainer in serving}
     clock = asyncio.get_running_loop().time
     began, told_at, pending = clock(), _TOLD_AFTER, set(saving)
     while pending and not stop.at_once and (waited := clock() - began) < timeout:

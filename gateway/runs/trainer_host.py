@@ -10,17 +10,19 @@ and knows its runs."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
-    AsyncExitStack,
     asynccontextmanager,
+    contextmanager,
     suppress,
 )
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
+from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs import dispatcher
 from gateway.runs.operations import Kind
+from gateway.workers.asks import Asks
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
@@ -30,13 +32,10 @@ from gateway.workers.table import WorkerRow
 from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker import Worker
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe, from_failure
-from tandem.protocol.worker import WorkerSpec
+from tandem.protocol.worker import TrainingSpec, WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
-
-if TYPE_CHECKING:
-    from gateway.runs.run import Run
 
 _STEPS: dict[Kind, StepMark] = {
     "forward_backward": "begin",
@@ -50,9 +49,26 @@ class DevicesLost(WorkerUnavailable):
     """The process ended while a call waited for its devices."""
 
 
+@dataclass(eq=False, kw_only=True)
+class HostedRun:
+    """A run as its trainer sees it. `asks` are the requested resources. `about` is the trainer's
+    description of itself."""
+
+    id: str
+    session_id: str
+    owner: str
+    model: BaseModelEntry
+    training: TrainingSpec
+    asks: Asks = field(default_factory=Asks)
+    about: trainer_pb2.DescribeTrainerReply = field(
+        default_factory=trainer_pb2.DescribeTrainerReply
+    )
+
+
 class TrainerHost:
     """`key` names its row, and is the id of its first run. `runs` are its runs, by id. `sampler` is
     the key of their sampler, or "" without one. `hosted` has the ids of the runs in the process.
+    `exited` is the end of the process, with a sentence that explains it.
 
     A run holds `restoring` while it restores itself, and is blamed for a death meanwhile. It takes
     the lock before a use of the worker, never within one."""
@@ -61,7 +77,7 @@ class TrainerHost:
         self,
         key: str,
         *,
-        first: Run,
+        first: HostedRun,
         sampler: str,
         settings: GatewaySettings,
         supervisor: Supervisor,
@@ -72,13 +88,12 @@ class TrainerHost:
         self.sampler = sampler
         self.runs = {first.id: first}
         self.hosted: set[str] = set()
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.restoring = asyncio.Lock()
         self._settings = settings
         self._supervisor = supervisor
         self._adapter = adapter
         self._calls = CallOrder()
-        self._told: dict[str, Callable[[str], None]] = {}
-        """By run, the function to call when the process ends."""
         self._process = ""
         self._began_with = ""
         """The first run of the last process."""
@@ -117,12 +132,9 @@ class TrainerHost:
         return worker.silence if worker is not None else ""
 
     @property
-    def waits_for_place(self) -> str:
-        """Why it waits for its place, or "" if it has one."""
+    def has_place(self) -> bool:
         row = self.row
-        if row is None or row.group:
-            return ""
-        return reason_of_wait(self._supervisor.overview(), self.key)
+        return row is not None and bool(row.group)
 
     def explain(self) -> str:
         """Return why it waits for its place, its devices or its start, or ""."""
@@ -180,70 +192,73 @@ class TrainerHost:
     async def use(self, *, step: StepMark = "", caller: str = "") -> AsyncIterator[WorkerRow]:
         """Keep the process awake for the block. Raises `DevicesLost` if another process had to
         start before it, and could not."""
-        async with AsyncExitStack() as stack:
-            using = self._supervisor.use(self.key, step=step, caller=caller)
-            try:
-                row = await stack.enter_async_context(using)
-            except WorkerStartFailed as error:
-                raise DevicesLost(error.message) from error
-            yield row
+        try:
+            async with self._supervisor.use(self.key, step=step, caller=caller) as row:
+                yield row
+        except WorkerStartFailed as error:
+            raise DevicesLost(error.message) from error
 
     # --- Its runs -----------------------------------------------------------------------------
 
-    async def join(self, run: Run, *, on_exit: Callable[[str], None]) -> TrainerClient:
+    async def join(self, run: HostedRun) -> TrainerClient:
         """Let the process host a run in the state before its first operation.
 
-        `on_exit` gets a sentence when the process has ended. Never call this within a use. Raises
-        `WorkerStartFailed`, and as a call to a trainer."""
-        self._joining[run.id] = None
-        try:
+        Never call this within a use. Raises `WorkerStartFailed`, and as a call to a trainer."""
+        with self._joins(run):
             while True:
                 try:
-                    async with self._supervisor.use(self.key) as row, self._changing:
-                        worker = await self._look_at(row)
+                    async with self._current_process() as worker:
                         if await self._begin(run, worker):
-                            self._told[run.id] = on_exit
                             return self._client(worker, run_id=run.id)
                 except WorkerStartFailed:
                     if self._began_with in ("", run.id):
                         raise
                     continue  # its first run may be at fault
-                await self._supervisor.end_process(self.key, row.process, "its run begins anew")
+                await self._supervisor.end_process(
+                    self.key, worker.worker_id, "its run begins anew"
+                )
+
+    async def take_up(self, run: HostedRun) -> TrainerClient | None:
+        """Continue with the process of an earlier gateway, if it hosts the run. Otherwise return
+        None, perhaps after the start of another process for `join`."""
+        with self._joins(run), suppress(WorkerStartFailed):
+            async with self._current_process() as worker:
+                if run.id in self.hosted and run.id != self._untouched:
+                    return self._client(worker, run_id=run.id)
+        return None
+
+    @contextmanager
+    def _joins(self, run: HostedRun) -> Iterator[None]:
+        """Let a process that starts during the block begin with this run."""
+        self._joining[run.id] = None
+        try:
+            yield
         finally:
             self._joining.pop(run.id, None)
 
-    async def take_up(self, run: Run, *, on_exit: Callable[[str], None]) -> TrainerClient | None:
-        """Continue with the process of an earlier gateway, if it hosts the run. Otherwise return
-        None, perhaps after the start of another process for `join`."""
-        self._joining[run.id] = None
-        try:
-            async with self._supervisor.use(self.key) as row, self._changing:
-                worker = await self._look_at(row)
-                if run.id not in self.hosted or run.id == self._untouched:
-                    return None
-                self._told[run.id] = on_exit
-                return self._client(worker, run_id=run.id)
-        except WorkerStartFailed:
-            return None
-        finally:
-            self._joining.pop(run.id, None)
+    @asynccontextmanager
+    async def _current_process(self) -> AsyncIterator[Worker]:
+        """Keep the process awake for the block, in which nobody else changes its runs."""
+        async with self._supervisor.use(self.key) as row, self._changing:
+            yield await self._look_at(row)
 
     async def end_process(self, client: TrainerClient, reason: str) -> None:
         """Kill the client's process, if it still runs, because it is useless."""
         await self._supervisor.end_process(self.key, client.worker.worker_id, reason)
 
-    async def leave(self, run_id: str, reason: str) -> None:
+    async def leave(self, run_id: str) -> None:
         """Remove a run from the process. After its last run, return when nothing is left of the
         process."""
         self.runs.pop(run_id, None)
-        self._told.pop(run_id, None)
-        if self.runs:
-            async with self._changing:
-                with suppress(WorkerUnavailable):  # it ends, and the others restore themselves
-                    await self._remove(run_id)
-        await self._supervisor.release(self.key, holder=run_id)
-        if not self.runs:
-            self._adapter.unregister(self.key)
+        try:
+            if self.runs:
+                async with self._changing:
+                    with suppress(WorkerUnavailable):  # it ends, and the others restore themselves
+                        await self._remove(run_id)
+        finally:
+            await self._supervisor.release(self.key, holder=run_id)
+            if not self.runs:
+                self._adapter.unregister(self.key)
 
     async def _look_at(self, row: WorkerRow) -> Worker:
         """Return the process of a row. Find out the runs of a new process."""
@@ -257,6 +272,7 @@ class TrainerHost:
         else:
             self.hosted, self._untouched = {self._began_with}, self._began_with
         self._process = row.process
+        self.exited = asyncio.get_running_loop().create_future()
         for run_id in self.hosted - self.runs.keys():
             await self._remove(run_id)
         return worker
@@ -270,7 +286,7 @@ class TrainerHost:
             self._supervisor.note_failure(self.key, worker.worker_id, why)
             raise WorkerUnavailable(why) from error
 
-    async def _begin(self, run: Run, worker: Worker) -> bool:
+    async def _begin(self, run: HostedRun, worker: Worker) -> bool:
         """Begin a run anew in the process. Return False if the process has only this run, and must
         end for that."""
         if run.id == self._untouched:
@@ -282,7 +298,7 @@ class TrainerHost:
         await self._add(run, worker)
         return True
 
-    async def _add(self, run: Run, worker: Worker) -> None:
+    async def _add(self, run: HostedRun, worker: Worker) -> None:
         request = trainer_pb2.AddRunRequest(run_id=run.id, training=run.training.model_dump_json())
         self.hosted.add(run.id)  # it may have the run even without an answer
         try:
@@ -316,9 +332,7 @@ class TrainerHost:
             return
         self._process = ""
         self.hosted = set()
-        told, self._told = self._told, {}
-        for tell in told.values():
-            tell(reason)
+        self.exited.set_result(reason)
 
     def _client(self, worker: Worker, *, run_id: str = "") -> TrainerClient:
         return TrainerClient(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.runs.run import Run
-from gateway.runs.trainer_host import TrainerHost
+from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.requested import RequestMaker, sampler_of
 from gateway.workers.requests import WorkerRequest
@@ -51,16 +51,13 @@ class TrainerHosts:
                 if self._suits(host, run):
                     if run.asks.sampler:
                         self.samplers.lend(host.sampler, run.session_id, run.model)
-                    host.runs[run.id] = run
-                    return host
+                    return self._joined(host, run)
         self.supervisor.check([request, *engines])
-        return self._made(run.id, run, sampler)
+        return self._joined(self._made(run.id, run, sampler), run)
 
     def for_left(self, run: Run, *, key: str) -> TrainerHost:
         """Return the trainer with this key, for a run of an earlier gateway."""
-        if (host := self._hosts.get(key)) is not None:
-            host.runs[run.id] = run
-        else:
+        if (host := self._hosts.get(key)) is None:
             row = self.supervisor.roster.rows.get(key)
             kept = row.request.together if row is not None else ()
             sampler = sampler_of(kept[0]) if kept else ""
@@ -69,31 +66,31 @@ class TrainerHosts:
             host = self._made(key, run, sampler)
         if host.group is not None and host.sampler and run.asks.sampler:
             self.samplers.lend(host.sampler, run.session_id, run.model)
+        return self._joined(host, run)
+
+    def _joined(self, host: TrainerHost, run: Run) -> TrainerHost:
+        host.runs[run.id], run.host = run, host
         return host
 
-    async def place(self, run: Run, host: TrainerHost) -> None:
+    async def place(self, run: Run) -> None:
         """Ask for the places of a run's trainer and its engines."""
+        host = run.host
         engines = self._engines(run, host.sampler)
         if engines:
             await self.supervisor.place(engines, holder=host.sampler)
-        request = self._request(run, key=host.key, engines=engines)
-        await host.place(request, run.id)
+        await host.place(self._request(run, key=host.key, engines=engines), run.id)
 
-    async def leave(self, host: TrainerHost, run_id: str, reason: str) -> None:
+    async def leave(self, host: TrainerHost, run_id: str) -> None:
         """As `TrainerHost.leave`. After its last run, nobody can join the trainer."""
         host.runs.pop(run_id, None)
         if not host.runs:
             self._hosts.pop(host.key, None)
         try:
-            await host.leave(run_id, reason)
-        except Exception:
-            await self._release_engines(host)
-            raise
-        await self._release_engines(host)
-
-    async def _release_engines(self, host: TrainerHost) -> None:
-        if host.sampler and not any(host.sampler == each.sampler for each in self._hosts.values()):
-            await self.samplers.release_unused(host.sampler)
+            await host.leave(run_id)
+        finally:
+            left = (each.sampler for each in self._hosts.values())
+            if host.sampler and host.sampler not in left:
+                await self.samplers.release_unused(host.sampler)
 
     def _is_place_free(self, request: WorkerRequest) -> bool:
         rows = self.supervisor.roster.rows
@@ -165,7 +162,7 @@ class TrainerHosts:
         )
 
 
-def _computed_as(run: Run) -> tuple[object, ...]:
+def _computed_as(run: HostedRun) -> tuple[object, ...]:
     asks = run.asks
     computed = (asks.backend, asks.dtype, asks.compile, asks.priority)
     held = (asks.ranks, asks.shards, asks.tensor_parallel, asks.offload)

@@ -228,9 +228,6 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 ranks=run.about.ranks,
                 micro_batch_tokens=run.about.micro_batch_tokens,
                 weight_version=run.parent,
-                restored=run.trainer.restored if run.trainer else 0,
-                snapshot_step=run.trainer.snapshot_step if run.trainer else 0,
-                snapshot_problem=run.trainer.problem if run.trainer else "",
             )
             for run in gateway.runs.all()
             if run.session_id in mine

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from gateway.owners.usage.meter import TrainerReply
-from gateway.runs.journal import Journal
-from gateway.runs.operations import Body
 from gateway.runs.recovery.replay_log import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
-from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.run import Run
-from gateway.runs.trainer_host import DevicesLost, TrainerHost
+from gateway.runs.tools import RunTools
+from gateway.runs.trainer_host import DevicesLost
 from gateway.workers.clients import Method, TrainerClient
 from tandem.errors import InternalError, OutOfMemory, TandemError, WorkerDied, from_failure
 from tandem.telemetry import get_log
@@ -31,7 +27,6 @@ TrainerRequest = (
 )
 Request = TypeVar("Request", bound=TrainerRequest)
 Reply = TypeVar("Reply", bound=TrainerReply)
-DefinitionOf = Callable[[Body | None], Awaitable[bytes]]
 
 
 class GiveUp(Exception):
@@ -41,28 +36,11 @@ class GiveUp(Exception):
 
 
 class Restoration:
-    """Restores the trainers of one run, and remembers the operations that ended them. `doing`
-    describes a restoration in progress, or is ""."""
+    """Restores the trainers of one run, and remembers the operations that ended them."""
 
-    def __init__(
-        self,
-        *,
-        run: Run,
-        host: TrainerHost,
-        log: ReplayLog | None,
-        journal: Journal,
-        snapshots: SnapshotStore,
-        definition_of: DefinitionOf,
-        data_dir: Path,
-    ) -> None:
+    def __init__(self, *, run: Run, tools: RunTools) -> None:
         self._run = run
-        self._host = host
-        self._replay_log = log
-        self._journal = journal
-        self._snapshots = snapshots
-        self._definition_of = definition_of
-        self._data_dir = data_dir
-        self.doing = ""
+        self._tools = tools
         self.at: SentCall | None = None
         self._untold = ""
         self._deaths: Counter[int] = Counter()
@@ -83,7 +61,7 @@ class Restoration:
     def note_plan(self, seq_id: int, reply: TrainerReply) -> None:
         """Note the micro-batch sizes of a batch, because a replay with equal sizes gives equal
         bits."""
-        log = self._replay_log
+        log = self._run.log
         if log is None or not isinstance(reply, trainer_pb2.ForwardBackwardReply):
             return
         self._too_large.pop(seq_id, None)
@@ -129,7 +107,7 @@ class Restoration:
         snapshot = await self._load_newest(client, log)
         calls, previous, incomplete = log.calls_after(snapshot), snapshot.seq_id, ""
         for done, call in enumerate(calls):
-            self.doing = (
+            run.restoring = (
                 f"the trainer is being restored from step {snapshot.step}: {done} of {len(calls)} "
                 "operations are replayed"
             )
@@ -141,7 +119,7 @@ class Restoration:
                 _raise_different(call, failure)
             previous, incomplete = call.seq_id, ""
         self._untold = incomplete
-        async with self._host.use():
+        async with run.host.use():
             self._check(client)
             reply = await client.restore(
                 trainer_pb2.RestoreRequest(
@@ -170,11 +148,11 @@ class Restoration:
             header = request.header
             header.gradients_incomplete = header.gradients_incomplete or incomplete
             if isinstance(request, trainer_pb2.LoadCheckpointRequest):
-                request.path = str(self._data_dir / request.path)
+                request.path = str(self._tools.settings.data_dir / request.path)
             if isinstance(request, trainer_pb2.ForwardBackwardRequest):
                 self.limit(call.seq_id, request)
             header.previous_seq_id = previous + 1
-            async with self._host.turn(run.id, call.kind):
+            async with run.host.turn(run.id, call.kind):
                 self._check(client)
                 self.at = call
                 reply = await client.replay(method, request)
@@ -187,18 +165,19 @@ class Restoration:
                 return await send(client.stub.OptimStep, trainer_pb2.OptimStepRequest())
             case "load_weights":
                 return await send(client.stub.LoadCheckpoint, trainer_pb2.LoadCheckpointRequest())
-        payload = await self._journal.read_payload(run.id, call.seq_id)
-        definition = await self._definition_of(call.body)
+        payload = await self._tools.journal.read_payload(run.id, call.seq_id)
+        definition = await self._tools.definition_of(call.body, session_id=run.session_id)
         return await send(
             client.forward_backward(payload),
             trainer_pb2.ForwardBackwardRequest(loss_definition=definition),
         )
 
     def _check(self, client: TrainerClient) -> None:
-        if self._host.worker is not client.worker:
+        if self._run.host.worker is not client.worker:
             raise DevicesLost("it ended while it waited for its devices")
 
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
+        run = self._run
         if not log.complete:
             raise GiveUp(WorkerDied(f"the trainer died; {log.why_incomplete}"))
         for snapshot in log.snapshots:
@@ -206,8 +185,8 @@ class Restoration:
                 return snapshot  # the base model is loaded
             if snapshot.folder in self._unusable:
                 continue
-            self.doing = f"the trainer is being restored: it loads step {snapshot.step}"
-            async with self._host.use():
+            run.restoring = f"the trainer is being restored: it loads step {snapshot.step}"
+            async with run.host.use():
                 self._check(client)
                 self._unusable.add(snapshot.folder)  # if the trainer dies of it, the next is tried
                 reply = await client.restore(
@@ -223,7 +202,7 @@ class Restoration:
         for snapshot in log.snapshots:
             if snapshot.folder in self._unusable:
                 log.lose(snapshot)
-                await self._snapshots.remove(self._run, snapshot)
+                await self._tools.snapshots.remove(self._run, snapshot)
         self._unusable.clear()
 
 

@@ -12,15 +12,13 @@ from pathlib import Path
 
 from sqlalchemy import RowMapping, func, select
 
-from gateway.checkpoints.pins import Pins
 from gateway.identifiers import operation_blob, relative_version_folder
 from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
-from gateway.runs.journal import Journal
 from gateway.runs.operations import Operation, body_from_json
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
-from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.run import Run
+from gateway.runs.tools import RunTools
 from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import SequenceGap, from_type
@@ -56,58 +54,60 @@ class Unfinished:
 @dataclass(frozen=True)
 class RunResumption:
     database: Database
-    journal: Journal
     limits: Quotas
-    snapshots: SnapshotStore
-    pins: Pins
-    data_dir: Path
+    tools: RunTools
 
-    async def resume(self, run: Run, row: RowMapping) -> Unfinished:
-        assert run.trainer is not None
+    async def resume(self, run: Run, row: RowMapping) -> int:
+        """Continue a run with its row. Return its newest ended operation, -1 for none."""
+        log = run.log
+        assert log is not None
         run.parent, run.newest = row["parent"], row["newest"]
-        snapshots = await self.snapshots.resume(run)
+        snapshots = await self.tools.snapshots.resume(run)
         newest = snapshots[-1] if snapshots else Snapshot()
         missing_to = row["replay_after"]
         left = await unfinished(
             run,
             covered=max(newest.seq_id, missing_to),
             database=self.database,
-            data_dir=self.data_dir,
+            data_dir=self.tools.journal.data_dir,
         )
         run.step = newest.step
+        pins = self.tools.checkpoints.pins
         if run.parent:
-            self.pins.pin(relative_version_folder(run.parent))
+            pins.pin(relative_version_folder(run.parent))
         for call in left.calls:
-            self._pin_loaded(call)
+            if call.kind == "load_weights":
+                folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
+                pins.pin(folder)
+                call.release = partial(pins.unpin, folder)
         for operation in left.waiting:
-            self._take_up(run, operation)
-        run.trainer.take_up(snapshots, left, missing_to=missing_to)
+            self._take_up(operation)
+        run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
+        log.resume(
+            snapshots=snapshots, calls=left.calls, missing_to=missing_to, answered=left.ended
+        )
+        run.restoring = "the gateway restarted; the trainer starts when its client is heard of"
         run.dispatcher.resume(
             [each for each in left.waiting if each.seq_id > 0],
             ended=left.ended,
             gradients_incomplete=left.gradients_incomplete,
         )
-        return left
+        return left.ended
 
-    def _pin_loaded(self, call: SentCall) -> None:
-        if call.kind == "load_weights":
-            folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
-            self.pins.pin(folder)
-            call.release = partial(self.pins.unpin, folder)
-
-    def _take_up(self, run: Run, operation: Operation) -> None:
+    def _take_up(self, operation: Operation) -> None:
         """Reserve an unfinished operation's resources and pin its output folder."""
-        held = self.limits.reserve(
-            run.owner,
-            (self.limits.operations, 1),
-            (self.limits.operation_bytes, operation.size),
+        limits, pins = self.limits, self.tools.checkpoints.pins
+        held = limits.reserve(
+            operation.future.owner,
+            (limits.operations, 1),
+            (limits.operation_bytes, operation.size),
             forced=True,
         )
         if operation.folder:
-            self.pins.pin(operation.folder)
-            held.callback(self.pins.unpin, operation.folder)
+            pins.pin(operation.folder)
+            held.callback(pins.unpin, operation.folder)
         operation.future.on_end(lambda _outcome: held.close())
-        self.journal.futures.add(operation.future)
+        self.tools.journal.futures.add(operation.future)
 
 
 async def unfinished(run: Run, *, covered: int, database: Database, data_dir: Path) -> Unfinished:

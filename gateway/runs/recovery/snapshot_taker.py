@@ -6,10 +6,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from gateway.metrics import Metrics
-from gateway.runs.recovery.replay_log import ReplayLog, Snapshot
-from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.run import Run
+from gateway.runs.tools import RunTools
 from gateway.workers.clients import TrainerClient, WorkerUnavailable
 from tandem.errors import LimitExceeded, StorageFailed, TandemError, describe, without_paths
 from tandem.telemetry import get_log
@@ -19,47 +18,31 @@ _PAUSE = 60.0
 """Seconds until a failed snapshot is tried again."""
 
 
-Written = Callable[[], Awaitable[trainer_pb2.AwaitSnapshotReply]]
-
-
 class SnapshotTaker:
-    """Takes one run's snapshots, which cover `log`. Without a log, it takes none."""
+    """Takes one run's snapshots, which cover its log. Without a log, it takes none."""
 
-    def __init__(
-        self, *, run: Run, log: ReplayLog | None, snapshots: SnapshotStore, metrics: Metrics
-    ) -> None:
+    def __init__(self, *, run: Run, tools: RunTools) -> None:
         self._run = run
-        self._replay = log
-        self._snapshots = snapshots
-        self._metrics = metrics
-        self.problem = ""
-        """Why the last attempt failed, "" after a success."""
-        self._asked = ""
+        self._snapshots = tools.snapshots
+        self._metrics = tools.metrics
         self._task: asyncio.Task[None] | None = None
         self._next_at = 0.0
         self._left_behind: list[str] = []
         self._log = get_log(session_id=run.session_id, run_id=run.id)
 
-    @property
-    def writing(self) -> bool:
-        return bool(self._asked)
-
     async def folder(self) -> str:
         """Return the folder for a snapshot after the next step, "" for none."""
-        log, run = self._replay, self._run
-        if log is None or self._asked or time.monotonic() < self._next_at:
+        log, run = self._run.log, self._run
+        if log is None or run.snapshot_asked or time.monotonic() < self._next_at:
             return ""
         if not run.about.trainable_parameters:  # the size is unknown after a restart
             return ""
         if not log.wants_snapshot(expected_bytes=run.expected_state_bytes):
             return ""
-        try:
-            self._asked = await self._snapshots.new_folder(run, step=run.step + 1)
-        except (LimitExceeded, StorageFailed, OSError) as error:  # the step goes on without it
-            self._note_none(describe(error))
-        return self._asked
+        return await self._new_folder(step=run.step + 1)
 
     def follow(self, client: TrainerClient, folder: str) -> None:
+        """Record a snapshot that the trainer has begun."""
         request = trainer_pb2.AwaitSnapshotRequest(path=folder)
         written = self._note(lambda: client.await_snapshot(request), folder)
         self._task = asyncio.create_task(written)
@@ -67,24 +50,27 @@ class SnapshotTaker:
     async def take(self, client: TrainerClient) -> None:
         """Take a snapshot now if it costs less than a replay, and wait for it. The trainer must be
         idle."""
-        log, run = self._replay, self._run
+        log, run = self._run.log, self._run
         if self._task is not None:  # it may make another needless
             await asyncio.wait({self._task})
         if log is None or not log.is_worth_snapshot(expected_bytes=run.expected_state_bytes):
             return
+        if folder := await self._new_folder(step=run.step):
+            request = trainer_pb2.TakeSnapshotRequest(path=folder)
+            await self._note(lambda: client.take_snapshot(request), folder)
+
+    async def _new_folder(self, *, step: int) -> str:
+        run = self._run
         try:
-            self._asked = await self._snapshots.new_folder(run, step=run.step)
-        except (LimitExceeded, StorageFailed, OSError) as error:
+            run.snapshot_asked = await self._snapshots.new_folder(run, step=step)
+        except (LimitExceeded, StorageFailed, OSError) as error:  # training goes on without it
             self._note_none(describe(error))
-            return
-        request = trainer_pb2.TakeSnapshotRequest(path=self._asked)
-        await self._note(lambda: client.take_snapshot(request), self._asked)
+        return run.snapshot_asked
 
-    def not_begun(self) -> None:
-        self._asked = ""
-
-    async def _note(self, written: Written, folder: str) -> None:
-        log, run = self._replay, self._run
+    async def _note(
+        self, written: Callable[[], Awaitable[trainer_pb2.AwaitSnapshotReply]], folder: str
+    ) -> None:
+        log, run = self._run.log, self._run
         assert log is not None
         useless = [Snapshot(folder=folder)]
         try:
@@ -93,7 +79,7 @@ class SnapshotTaker:
                 self._note_none(reply.failure.message)
                 return
             self._metrics.snapshots.labels(outcome="written").inc()
-            self.problem = ""
+            run.no_snapshot = ""
             snapshot = Snapshot(
                 seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
             )
@@ -109,29 +95,30 @@ class SnapshotTaker:
         except (WorkerUnavailable, TandemError) as error:
             self._note_none(describe(error))
         finally:
-            if self._asked == folder:
-                self._asked = ""
+            if run.snapshot_asked == folder:
+                run.snapshot_asked = ""
             for each in useless:
                 await self._snapshots.remove(run, each)
 
     async def note_saved(self, saved: Snapshot) -> None:
         """Use a client's checkpoint at a step as a snapshot."""
-        if self._replay is None:
+        log, run = self._run.log, self._run
+        if log is None:
             return
         try:
-            snapshot = await self._snapshots.share(self._run, saved)
+            snapshot = await self._snapshots.share(run, saved)
         except OSError as error:
             self._log.info("save_not_shared", reason=describe(error))
             return
-        self.problem = ""
-        self._snapshots.add(self._run, snapshot)
-        for each in self._replay.add_snapshot(snapshot):
-            await self._snapshots.remove(self._run, each)
+        run.no_snapshot = ""
+        self._snapshots.add(run, snapshot)
+        for each in log.add_snapshot(snapshot):
+            await self._snapshots.remove(run, each)
 
     def trainer_lost(self) -> None:
-        if self._asked:
-            self._left_behind.append(self._asked)
-            self._asked = ""
+        if self._run.snapshot_asked:
+            self._left_behind.append(self._run.snapshot_asked)
+            self._run.snapshot_asked = ""
             # It may be the cause of death.
             self._note_none("the trainer died while it took one")
         if self._task is not None:
@@ -149,6 +136,6 @@ class SnapshotTaker:
 
     def _note_none(self, reason: str) -> None:
         self._next_at = time.monotonic() + _PAUSE
-        self.problem = without_paths(reason)
+        self._run.no_snapshot = without_paths(reason)
         self._metrics.snapshots.labels(outcome="none").inc()
         self._log.warning("no_snapshot", reason=reason)

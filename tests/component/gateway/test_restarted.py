@@ -140,7 +140,7 @@ def test_a_snapshot_outlives_the_gateway_and_what_it_covers_is_gone(start):
         run = new_run(gate)
         for number in (1, 2, 3):
             train(run, number)
-            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+            wait_until(lambda n=number: run_of(run).log.newest.step == n)
         wait_until(lambda: len(snapshots(gate)) == 2)
     with start(recovery=OFTEN) as gate:
         assert [folder.name[:8] for folder in snapshots(gate)] == ["00000002", "00000003"]

@@ -105,7 +105,7 @@ def test_an_operation_that_kills_its_trainer_three_times_ends_the_run(start):
         run = Run.new(gate)
         for number in (1, 2):
             train(run, number)
-            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+            wait_until(lambda n=number: run_of(run).log.newest.step == n)
         run.backward(5)
         refused = run.outcome(5).json()
         assert refused["type"] == "worker_died"
@@ -318,7 +318,7 @@ def test_nothing_is_left_when_the_session_ends(start):
     with start(recovery=OFTEN) as gate:
         run = Run.new(gate)
         train(run, 1, 2)
-        wait_until(lambda: run_of(run).trainer.log.newest.step)
+        wait_until(lambda: run_of(run).log.newest.step)
         run.die()
         train(run, 3)
         finish(run.client, run.session_id)

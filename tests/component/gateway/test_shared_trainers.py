@@ -236,7 +236,7 @@ def test_each_run_is_restored_from_its_own_snapshot(start):
         for steps, run in enumerate(runs, start=1):
             for number in range(1, steps + 1):
                 train(run, number)
-                wait_until(lambda r=run, n=number: run_of(r).trainer.log.newest.step == n)
+                wait_until(lambda r=run, n=number: run_of(r).log.newest.step == n)
         runs[0].die()
         for steps, run in enumerate(runs, start=1):
             train(run, steps + 1)

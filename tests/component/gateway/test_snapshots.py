@@ -33,13 +33,13 @@ def test_a_snapshot_shortens_the_replay_and_frees_what_it_covers(start):
         run = Run.new(gate)
         for number in (1, 2, 3):
             train(run, number)
-            newest = wait_until(lambda: run_of(run).trainer.log.newest)
-            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+            newest = wait_until(lambda: run_of(run).log.newest)
+            wait_until(lambda n=number: run_of(run).log.newest.step == n)
             assert newest
         wait_until(lambda: [path.name[:8] for path in snapshots(gate)] == ["00000002", "00000003"])
         wait_until(lambda: payloads(gate) == [5])
         train(run, 4)
-        wait_until(lambda: run_of(run).trainer.log.newest.step == 4)
+        wait_until(lambda: run_of(run).log.newest.step == 4)
         run.backward(9)
         run.outcome(9)
         run.die()
@@ -57,7 +57,7 @@ def test_the_snapshot_before_is_used_when_the_newest_is_damaged(start):
         run = Run.new(gate)
         for number in (1, 2, 3):
             train(run, number)
-            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+            wait_until(lambda n=number: run_of(run).log.newest.step == n)
         (snapshots(gate)[-1] / "checkpoint.json").write_text("{")
         run.die()
         train(run, 4)
@@ -71,7 +71,7 @@ def test_a_run_whose_snapshots_are_all_damaged_ends_with_a_sentence(start, no_wa
         run = Run.new(gate)
         for number in (1, 2, 3):
             train(run, number)
-            wait_until(lambda n=number: run_of(run).trainer.log.newest.step == n)
+            wait_until(lambda n=number: run_of(run).log.newest.step == n)
         for folder in snapshots(gate):
             (folder / "checkpoint.json").write_text("{")
         run.die()
@@ -108,9 +108,9 @@ def test_snapshots_count_towards_the_owners_bytes(start):
     with start(recovery=OFTEN, limit={"checkpoint_bytes": 150}) as gate:
         run = Run.new(gate)
         train(run, 1)
-        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
         train(run, 2)
-        wait_until(lambda: "TANDEM_LIMIT_CHECKPOINT_BYTES" in run_of(run).trainer.taker.problem)
+        wait_until(lambda: "TANDEM_LIMIT_CHECKPOINT_BYTES" in run_of(run).snapshot_problem)
         assert len(snapshots(gate)) == 1
         body = {"model_id": run.id, "seq_id": 5, "path": "mine"}
         run.client.post("/api/v1/save_weights", json=body)
@@ -122,15 +122,15 @@ def test_what_a_client_saves_serves_as_a_snapshot(start):
         run = Run.new(gate)
         train(run, 1)
         save(run, 3, "one")
-        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
         run.backward(4)
         run.outcome(4)
         save(run, 5, "without-the-gradients")
-        assert run_of(run).trainer.log.newest.step == 1
+        assert run_of(run).log.newest.step == 1
         run.step(6)
         run.outcome(6)
         save(run, 7, "two")
-        wait_until(lambda: run_of(run).trainer.log.newest.step == 2)
+        wait_until(lambda: run_of(run).log.newest.step == 2)
         wait_until(lambda: payloads(gate) == [4])
         assert not gate.gateway.checkpoints.snapshot_bytes["local"], "it is counted once"
         for folder in snapshots(gate):
@@ -177,12 +177,12 @@ def test_a_run_with_too_much_to_replay_is_not_restored_until_its_next_snapshot(s
         run = Run.new(gate)
         run.backward(1)
         run.outcome(1)
-        assert not run_of(run).trainer.log.complete
+        assert not run_of(run).log.complete
         (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
         assert "it cannot be restored" in status["snapshot_problem"]
         run.step(2)
         run.outcome(2)
-        wait_until(lambda: run_of(run).trainer.log.complete)
+        wait_until(lambda: run_of(run).log.complete)
         run.die()
         run.step(3)
         assert run.outcome(3).json()["metrics"]
@@ -215,7 +215,7 @@ def test_a_client_waits_for_a_snapshot_when_there_is_hardly_room_for_more_to_rep
         assert "a snapshot is being written" in refused.json()["error"]
         assert refused.headers["Retry-After"]
         gate.run(run.trainer.snapshot_gate.set)
-        wait_until(lambda: run_of(run).trainer.log.newest.step == 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
         assert backward(5).status_code == 200
         run.outcome(5)
-        assert run_of(run).trainer.log.complete
+        assert run_of(run).log.complete

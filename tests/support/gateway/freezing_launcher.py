@@ -22,6 +22,7 @@ from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.recovery.restoration import Restoration
 from gateway.runs.trainer_host import TrainerHost
 from gateway.workers.asks import Asks
+from gateway.workers.clients import TrainerClient
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.launchers.base import for_each_kind
@@ -212,7 +213,7 @@ class Trainer:
         self.world = world
         self.told: list[str] = []
         self.run = self.run_named(name)
-        self.host = TrainerHost(
+        self.run.host = self.host = TrainerHost(
             name,
             first=self.run,
             sampler="",
@@ -230,13 +231,22 @@ class Trainer:
             training=TrainingSpec(),
             parent="",
             asks=Asks(),
+            log=None,
+            restoring="",
         )
 
     async def start(self) -> None:
-        self.client = await self.host.join(self.run, on_exit=self.told.append)
+        self._note_taken(await self.host.join(self.run))
 
     async def take_up(self) -> bool:
-        return await self.host.take_up(self.run, on_exit=self.told.append) is not None
+        client = await self.host.take_up(self.run)
+        if client is not None:
+            self._note_taken(client)
+        return client is not None
+
+    def _note_taken(self, client: TrainerClient) -> None:
+        self.client = client
+        self.host.exited.add_done_callback(lambda exited: self.told.append(exited.result()))
 
     async def compute(self, seconds: float = 0.0) -> str:
         """Have the devices for some seconds, and return the name of the process."""
@@ -245,7 +255,7 @@ class Trainer:
             return row.process
 
     async def leave(self) -> None:
-        await self.host.leave(self.run.id, "its session has ended")
+        await self.host.leave(self.run.id)
 
     async def bring_back(self, calls: int) -> int:
         """Replay so many calls. Reading each one takes 5 s."""
@@ -255,26 +265,17 @@ class Trainer:
                 await asyncio.sleep(5)
                 return b"a batch"
 
-        async def no_definition(_body: object) -> bytes:
+        async def no_definition(_body: object, *, session_id: str) -> bytes:
             return b""
 
-        nothing: Any = None
-        journal: Any = Journal()
+        tools: Any = SimpleNamespace(journal=Journal(), definition_of=no_definition)
         log: Any = SimpleNamespace(
             complete=True,
             snapshots=[Snapshot()],
             calls_after=lambda _snapshot: [self._sent(seq_id) for seq_id in range(calls)],
             answered_up_to=lambda _snapshot: calls - 1,
         )
-        self.restoration = Restoration(
-            run=self.run,
-            host=self.host,
-            log=None,
-            journal=journal,
-            snapshots=nothing,
-            definition_of=no_definition,
-            data_dir=nothing,
-        )
+        self.restoration = Restoration(run=self.run, tools=tools)
         return await self.restoration.bring_back(self.client, log)
 
     def _sent(self, seq_id: int) -> SentCall:

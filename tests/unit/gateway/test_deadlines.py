@@ -14,7 +14,6 @@ import pytest
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
-from gateway.runs.recovery.replay_log import Recovery
 from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
@@ -82,9 +81,10 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         model=SimpleNamespace(name="m"),
         about=SimpleNamespace(ranks=1),
         asks=Asks(),
-        recovery=Recovery(enabled=False),
+        log=None,
+        snapshot_asked="",
     )
-    host = TrainerHost(
+    run.host = TrainerHost(
         "r",
         first=run,
         sampler="",
@@ -92,18 +92,9 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         supervisor=AlwaysAwake(),
         adapter=tools,
     )
-    trainer_of_run = RunTrainer(
-        run=run,
-        host=host,
-        settings=GatewaySettings(),
-        journal=tools,
-        snapshots=tools,
-        metrics=tools,
-        definition_of=tools,
-        on_lost=tools,
-    )
+    trainer_of_run = RunTrainer(run=run, tools=tools, on_lost=tools)
     trainer_of_run._serve(client)
-    runner = OperationRunner(run=run, trainer=trainer_of_run, tools=tools)
+    runner = OperationRunner(trainer=trainer_of_run, tools=tools)
     outcomes: dict[int, Any] = {}
     ended = asyncio.Event()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from unittest.mock import patch
 
 import pytest
 
@@ -215,16 +216,30 @@ async def test_gradients_of_a_run_that_leaves_a_shared_trainer_hold_the_devices_
     a = await world.started("a")
     other = a.host.runs["b"] = a.run_named("b")
     await a.host.place(world.row("a").request, "b")
-    await a.host.join(other, on_exit=lambda _reason: None)
+    await a.host.join(other)
     async with a.host.turn("b", "forward_backward"):
         pass
     calls = world.supervisor.roster.calls_of("a")
     assert (calls.open_steps, a.host.hosted) == ({"b"}, {"a", "b"})
-    await a.host.leave("b", "its session has ended")
+    await a.host.leave("b")
     assert (calls.open_steps, a.host.hosted) == (set(), {"a"})
 
 
 # --- Trainers of an earlier gateway ---------------------------------------------------------------
+
+
+@with_freezing_launcher
+async def test_a_run_lets_go_of_its_trainer_though_a_fault_keeps_it_in_the_process(world):
+    a = await world.started("a")
+    other = a.host.runs["b"] = a.run_named("b")
+    await a.host.place(world.row("a").request, "b")
+    await a.host.join(other)
+    with (
+        patch.object(a.host, "_remove", side_effect=ValueError("a fault")),
+        pytest.raises(ValueError, match="a fault"),
+    ):
+        await a.host.leave("b")
+    assert world.row("a").holders == ("a",)
 
 
 @with_freezing_launcher
@@ -248,7 +263,7 @@ async def test_a_trainer_of_an_earlier_gateway_ends_its_operation_before_it_slee
     waits = asyncio.create_task(b.compute())
     await asyncio.sleep(30)
     assert not waits.done()
-    await a.host.leave("other", "its session has ended")  # a run may end meanwhile
+    await a.host.leave("other")  # a run may end meanwhile
     process.at_work = 0
     async with asyncio.timeout(60):
         await waits

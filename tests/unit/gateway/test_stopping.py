@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 from types import SimpleNamespace
+from typing import Any
 
 from gateway.runs.stopping import Stop, save_runs
 from tests.support.virtual_time import run_in_virtual_time
@@ -30,11 +31,11 @@ def test_a_second_sigint_ends_the_waiting_and_a_second_sigterm_changes_nothing()
     assert asked(signal.SIGINT, signal.SIGINT, signal.SIGTERM) == at_once
 
 
-class SlowRun:
-    """A run that takes `seconds` to be saved, if its trainer serves."""
+class SlowTrainer:
+    """A trainer that takes `seconds` to save its run, if it serves."""
 
     def __init__(self, number: int, seconds: float, *, serves: bool = True) -> None:
-        self.id, self.step, self.trainer = f"run-{number}", 7, SimpleNamespace(serves=serves)
+        self.run, self.serves = SimpleNamespace(id=f"run-{number}", step=7), serves
         self.saved = False
         self._seconds = seconds
 
@@ -43,21 +44,21 @@ class SlowRun:
         self.saved = True
 
 
-def saved(*runs: SlowRun, timeout: float, interrupted_at: float = 1e9) -> tuple[float, list[str]]:
+def saved(*trainers: Any, timeout: float, interrupted_at: float = 1e9) -> tuple[float, list[str]]:
     """Save the runs. Return the seconds, and the messages meanwhile."""
     said: list[str] = []
 
     async def scenario() -> float:
         stop, loop = Stop(tell=said.append, hand_over=False), asyncio.get_running_loop()
         loop.call_later(interrupted_at, lambda: stop.ask(signal.SIGINT))
-        await save_runs(runs, stop, timeout=timeout)
+        await save_runs(trainers, stop, timeout=timeout)
         return loop.time()
 
     return run_in_virtual_time(scenario()), said
 
 
 def test_runs_are_saved_together_and_nothing_is_said_of_what_is_quick():
-    runs = [SlowRun(1, 0.1), SlowRun(2, 0.3)]
+    runs = [SlowTrainer(1, 0.1), SlowTrainer(2, 0.3)]
     seconds, said = saved(*runs, timeout=30)
     assert all(run.saved for run in runs)
     assert round(seconds, 1) == 0.3
@@ -65,26 +66,26 @@ def test_runs_are_saved_together_and_nothing_is_said_of_what_is_quick():
 
 
 def test_it_is_said_what_is_waited_for_and_how_long_it_may_last():
-    _, said = saved(SlowRun(1, 7), SlowRun(2, 0.1), timeout=30)
+    _, said = saved(SlowTrainer(1, 7), SlowTrainer(2, 0.1), timeout=30)
     assert said == [
         f"1 run is being saved (run-1 at step 7): {waited} s of at most 30 s; interrupt again to "
         "end at once"
         for waited in (1, 6)
     ]
-    _, said = saved(*(SlowRun(number, 2) for number in range(5)), timeout=30)
+    _, said = saved(*(SlowTrainer(number, 2) for number in range(5)), timeout=30)
     assert said[0].startswith("5 runs are being saved (run-")
     assert " at step 7, 2 more)" in said[0]
 
 
 def test_the_deadline_cuts_off_what_lasts_longer():
-    quick, slow = SlowRun(1, 1), SlowRun(2, 60)
+    quick, slow = SlowTrainer(1, 1), SlowTrainer(2, 60)
     seconds, said = saved(quick, slow, timeout=10)
     assert (quick.saved, slow.saved, round(seconds)) == (True, False, 10)
     assert said[-1].startswith("1 run is not saved within 10 s; the next start computes again")
 
 
 def test_a_second_interrupt_ends_the_waiting():
-    run = SlowRun(1, 60)
+    run = SlowTrainer(1, 60)
     seconds, said = saved(run, timeout=100, interrupted_at=2)
     assert not run.saved
     assert round(seconds) == 2
@@ -92,5 +93,5 @@ def test_a_second_interrupt_ends_the_waiting():
 
 
 def test_nothing_is_saved_of_a_run_whose_trainer_does_not_serve_or_without_time():
-    assert saved(SlowRun(1, 60, serves=False), timeout=30) == (0, [])
-    assert saved(SlowRun(1, 60), timeout=0) == (0, [])
+    assert saved(SlowTrainer(1, 60, serves=False), timeout=30) == (0, [])
+    assert saved(SlowTrainer(1, 60), timeout=0) == (0, [])

@@ -114,9 +114,9 @@ async def test_runs_that_always_share_join_the_first_trainer_that_has_room(monke
 async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_wait():
     here = await world()
     first = here.run("a")
-    host = here.hosts.for_new(first)
+    here.hosts.for_new(first)
     assert here.shares(here.run("b")) == "a", "the first is about to have all places"
-    await here.hosts.place(first, host)
+    await here.hosts.place(first)
     await quiet()
     assert here.shares(here.run("c")) == "a"
     assert here.shares(here.run("d", share="never")) == "d"
@@ -205,10 +205,10 @@ async def test_a_trainer_is_joined_after_its_first_run_has_ended_but_not_after_t
     here = await world(lora_runs="always")
     host = here.hosts.for_new(here.run("a"))
     here.hosts.for_new(here.run("b"))
-    await here.hosts.leave(host, "a:train:0", "it has ended")
+    await here.hosts.leave(host, "a:train:0")
     assert here.shares(here.run("c")) == "a"
-    await here.hosts.leave(host, "b:train:0", "it has ended")
-    await here.hosts.leave(host, "c:train:0", "it has ended")
+    await here.hosts.leave(host, "b:train:0")
+    await here.hosts.leave(host, "c:train:0")
     assert here.shares(here.run("d")) == "d"
 
 
@@ -219,5 +219,5 @@ async def test_the_engines_of_a_trainer_that_cannot_be_left_are_released():
         patch.object(host, "leave", side_effect=ValueError("a fault")),
         pytest.raises(ValueError, match="a fault"),
     ):
-        await here.hosts.leave(host, "a:train:0", "it has ended")
+        await here.hosts.leave(host, "a:train:0")
     assert here.samplers.released == ["a/tiny/16"]

@@ -1,0 +1,41 @@
+"""The shared parts that each run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.checkpoints.versions import VersionStore
+from gateway.metrics import Metrics
+from gateway.owners.usage.meter import UsageMeter
+from gateway.runs.journal import Journal
+from gateway.runs.operations import Body, LossDefinitions, LossReference
+from gateway.runs.record import RunHistory
+from gateway.runs.recovery.snapshots import SnapshotStore
+from gateway.sampling.router import SamplerRouter
+from gateway.sampling.sessions import SamplingSessionRegistry
+from tandem.settings.gateway import GatewaySettings
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunTools:
+    """`loss_definitions` maps each `loss_fn` to its registered definitions."""
+
+    settings: GatewaySettings
+    journal: Journal
+    history: RunHistory
+    checkpoints: CheckpointCatalog
+    versions: VersionStore
+    snapshots: SnapshotStore
+    samplers: SamplerRouter
+    sampling: SamplingSessionRegistry
+    usage: UsageMeter
+    metrics: Metrics
+    loss_definitions: Mapping[str, LossDefinitions]
+
+    async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
+        """Return the definition of a request's loss, empty for none. Raises `UnknownLoss`."""
+        if isinstance(body, LossReference) and (known := self.loss_definitions.get(body.loss_fn)):
+            return await known.definition(body.loss_id, session_id=session_id)
+        return b""
