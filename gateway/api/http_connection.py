@@ -3,14 +3,13 @@
 Headers have a deadline and a size limit, and connections a limit. Clients that do not read their
 answer, and bodies that continue after a refusal, are ended. The reader of a body sets its deadline.
 
-At the limit, a new connection replaces one without a request, first one that never had a valid key.
-If all have requests, a reserve still answers `VITAL` requests."""
+At the limit, a new connection replaces the one that has been without a request for longest. If all
+have requests, a reserve still answers `VITAL` requests."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections import Counter, OrderedDict
 from http import HTTPStatus
 from typing import Literal
 
@@ -37,8 +36,6 @@ KEEP_ALIVE = 75
 """Seconds before an idle connection is closed."""
 _RESERVE = 1024
 """Connections above the limit that still get an answer."""
-_FIRST_REQUEST = 1.0
-"""Seconds for the first request of a new connection."""
 
 VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
 """Cheap requests that keep the gateway and its clients from being taken for dead."""
@@ -53,7 +50,7 @@ class Connections:
     """A server's open connections, and the choice of one to close.
 
     `most` may be open, at most three quarters of the process's file limit, because other parts need
-    files. One address may have half as many without a valid key."""
+    files. `_waiting` has those without a request, the longest waiting first."""
 
     def __init__(self, most: int, *, metrics: Metrics) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4
@@ -61,70 +58,42 @@ class Connections:
         self.most = min(most, files - self._reserve)
         self._metrics = metrics
         self._open: set[BoundedProtocol] = set()
-        # Connections without a request, with the time of the last one, oldest first.
-        self._strangers: OrderedDict[BoundedProtocol, float] = OrderedDict()
-        self._idle: OrderedDict[BoundedProtocol, float] = OrderedDict()
-        self._surplus: OrderedDict[BoundedProtocol, float] = OrderedDict()
-        self._strangers_of: Counter[str] = Counter()
+        self._waiting: dict[BoundedProtocol, None] = {}
+        self._surplus: dict[BoundedProtocol, None] = {}
 
     def add(self, new: BoundedProtocol) -> bool:
         """Add a connection. Return False for a surplus one, which only takes `VITAL` requests."""
-        address, now = new.address, new.loop.time()
-        if self._strangers_of[address] >= max(1, self.most // 2):
-            self._end(next(each for each in self._strangers if each.address == address))
         if len(self._open) >= self.most:
             self._metrics.refusals.labels(limit="connections").inc()
-            if (waiting := self._longest_waiting(now)) is None:
+            if not self._waiting:
                 if len(self._surplus) >= self._reserve:
-                    self._end(next(iter(self._surplus)))
-                self._surplus[new] = now
+                    self._close_first(self._surplus)
+                self._surplus[new] = None
                 return False
-            self._end(waiting)
+            self._close_first(self._waiting)
         self._open.add(new)
-        self._note_stranger(new)
+        self._waiting[new] = None
         return True
 
     def begin(self, connection: BoundedProtocol) -> None:
-        self._forget_waiting(connection)
+        self._waiting.pop(connection, None)
 
     def wait(self, connection: BoundedProtocol) -> None:
         if connection in self._open:
-            if connection.known:
-                self._idle[connection] = connection.loop.time()
-            else:
-                self._note_stranger(connection)
+            self._waiting[connection] = None
 
     def remove(self, connection: BoundedProtocol) -> None:
         self._open.discard(connection)
+        self._waiting.pop(connection, None)
         self._surplus.pop(connection, None)
-        self._forget_waiting(connection)
 
-    def _longest_waiting(self, now: float) -> BoundedProtocol | None:
-        """Return a connection to close, a very new one last, as its request may be on its way."""
-        stranger = next(iter(self._strangers), None)
-        if stranger is not None and now - self._strangers[stranger] > _FIRST_REQUEST:
-            return stranger
-        return next(iter(self._idle), stranger)
-
-    def _note_stranger(self, connection: BoundedProtocol) -> None:
-        self._strangers[connection] = connection.loop.time()
-        self._strangers_of[connection.address] += 1
-
-    def _forget_waiting(self, connection: BoundedProtocol) -> None:
-        self._idle.pop(connection, None)
-        if self._strangers.pop(connection, None) is not None:
-            self._strangers_of[connection.address] -= 1
-            if not self._strangers_of[connection.address]:
-                del self._strangers_of[connection.address]
-
-    def _end(self, connection: BoundedProtocol) -> None:
-        self.remove(connection)  # at once, because the transport reports its end later
-        connection.transport.close()
+    def _close_first(self, connections: dict[BoundedProtocol, None]) -> None:
+        first = next(iter(connections))
+        self.remove(first)  # at once, because the transport reports its end later
+        first.transport.close()
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection. `known`: it had a request with a valid key."""
-
     def __init__(
         self,
         config: Config,
@@ -139,8 +108,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._all = all_connections
         self._malformed = malformed
-        self.known = False
-        self.address = ""
         self._metrics = metrics
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
         self._header_bytes = 0
@@ -154,7 +121,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
         self._surplus = not self._all.add(self)
         self._expect_headers()
 
@@ -170,8 +136,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._answering.disconnected = True
             self._answering.message_event.set()
         self._answering = None
-        if self.scope:  # avoids a reference cycle with its last request
-            self.scope["state"].pop("connection", None)
 
     def data_received(self, data: bytes) -> None:
         if self._refused:
@@ -213,7 +177,6 @@ class BoundedProtocol(HttpToolsProtocol):
         self._in_headers = True
         self._expect_headers()
         super().on_message_begin()
-        self.scope["state"]["connection"] = self
 
     def on_url(self, url: bytes) -> None:
         self._header_bytes += len(url)
@@ -314,7 +277,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _note_malformed(self, reason: str) -> None:
         """Count a malformed request, without uvicorn's line for each."""
         self._metrics.malformed_requests.labels(reason=reason).inc()
-        self._malformed.note(reason=reason, address=self.address)
+        self._malformed.note(reason=reason, address=self.client[0] if self.client else "")
 
     def _refuse_headers(self) -> None:
         self._metrics.refusals.labels(limit="header_bytes").inc()

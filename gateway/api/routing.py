@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.fields import Refusal
-from gateway.api.http_connection import VITAL, BoundedProtocol
+from gateway.api.http_connection import VITAL
 from gateway.api.request_body import (
     FIELDS_BODY,
     JSON,
@@ -292,8 +292,6 @@ def identify(scope: Scope) -> Caller:
     except Unauthenticated as refusal:
         state[KEY_REFUSED] = refusal.type
         raise
-    if isinstance(connection := state.get("connection"), BoundedProtocol):
-        connection.known = True
     return caller
 
 
