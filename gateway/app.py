@@ -24,15 +24,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import http_connection
 from gateway.api.errors import ErrorResponses
-from gateway.api.hosts import HostBoundary
 from gateway.api.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.paths import PathBoundary
 from gateway.api.routing import PathOperation, identify
-from gateway.api.standby import StandbyBoundary
 from gateway.api.tandem import groups, keys, runs, samplers, samples, status, targets, usage
 from gateway.api.tinker import (
     auth,
@@ -180,16 +177,14 @@ def create_app(
     errors = ErrorResponses({PREFIX: openai_refusal})
     errors.register(app)
     app.state.on_opened = lambda: None
-    app.add_middleware(RequestBoundary, errors=errors)
     app.add_middleware(
-        StandbyBoundary,
+        RequestBoundary,
+        settings=settings,
+        metrics=metrics,
+        errors=errors,
         opened=opened,
         longest_wait=futures.LONG_POLL,
-        registry=metrics.registry,
-        errors=errors,
     )
-    app.add_middleware(HostBoundary, settings=settings, metrics=metrics, errors=errors)
-    app.add_middleware(PathBoundary)  # the outermost, because all others read the path
     app.add_middleware(_StartBoundary)
     app.router.default = _unknown_path
     path_operations(app)

@@ -2,35 +2,63 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import time
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 from typing import cast
+from urllib.parse import unquote, urlsplit
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import CONTENT_TYPE_LATEST, Counter, Histogram, generate_latest
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api.dependencies import AuditNote
-from gateway.api.errors import ErrorResponses
-from gateway.api.routing import KEY_REFUSED, PathOperation
+from gateway.api.errors import ErrorResponses, json_response
+from gateway.api.routing import KEY_REFUSED, PathOperation, is_from_this_machine
 from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.owners.auth.audit import UNKNOWN, Entry
 from gateway.owners.auth.identity import Caller
-from tandem.errors import InternalError
+from tandem.errors import InternalError, InvalidRequest, StandingBy
+from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
+from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _PIECE = 256 * 2**10
 """Bytes of an answer per piece. A connection holds this much for a slow client."""
 
+_REPEATED = re.compile(r"(?<![:/])/{2,}")
+"""Slashes that count as one, except those of `tinker://` in a model's name."""
+
+_STANDBY = "this gateway is a standby, and another one serves; ask again soon"
+
 
 class RequestBoundary:
-    """Counts and times requests, writes the audit log, splits large answers, and answers unexpected
-    errors."""
+    """Normalizes the path, because all checks read it. Refuses a foreign Host. Answers as a standby
+    until the gateway has `opened`. Then counts and times requests, writes the audit log, splits
+    large answers, and answers unexpected errors.
 
-    def __init__(self, app: ASGIApp, *, errors: ErrorResponses) -> None:
+    A standby holds a `retrieve_future` for up to `longest_wait` seconds, because after a 5xx the
+    SDK would ask again at once."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: GatewaySettings,
+        metrics: Metrics,
+        errors: ErrorResponses,
+        opened: asyncio.Event,
+        longest_wait: float,
+    ) -> None:
         self._app = app
+        self._metrics = metrics
         self._errors = errors
+        self._opened = opened
+        self._longest_wait = longest_wait
+        self._host_fault = lru_cache(64)(HostRule(settings).fault)  # most clients use one name
         self._metrics_of = cache(_metrics_of)  # a lookup costs more than counting
         self._log = get_log()
 
@@ -38,6 +66,38 @@ class RequestBoundary:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        sent = scope["raw_path"].decode("latin-1")
+        if (plain := plain_path(sent)) != sent:
+            scope = {**scope, "path": unquote(plain), "raw_path": plain.encode("latin-1")}
+        response = None
+        if why := self._host_fault(*hosts_of(scope["headers"])):
+            self._metrics.refusals.labels(limit="host").inc()
+            response = self._errors.response(InvalidRequest(why), path=scope["path"])
+        elif not self._opened.is_set():
+            response = await self._standby_response(scope)
+        if response is not None:
+            await response(scope, receive, send)
+        else:
+            await self._serve(scope, receive, send)
+
+    async def _standby_response(self, scope: Scope) -> Response | None:
+        """Return the answer of a waiting gateway, None if it has opened meanwhile."""
+        match scope["path"]:
+            case "/api/v1/healthz":
+                return json_response({"status": "ok"})
+            case "/metrics" if is_from_this_machine(scope):
+                found = generate_latest(self._metrics.registry)
+                return Response(found, media_type=CONTENT_TYPE_LATEST)
+            case "/api/v1/retrieve_future":
+                try:
+                    await asyncio.wait_for(self._opened.wait(), self._longest_wait)
+                except TimeoutError:
+                    waiting = {"queue_state": "paused_capacity", "queue_state_reason": _STANDBY}
+                    return json_response({"type": "try_again", **waiting}, status=408)
+                return None
+        return self._errors.response(StandingBy(_STANDBY), path=scope["path"])
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
         status = 0
 
@@ -98,6 +158,40 @@ class RequestBoundary:
             detail=detail,
         )
         gateway.audit.record(entry)
+
+
+class HostRule:
+    """The names by which clients may reach the gateway (`tandem.protocol.http_host`).
+
+    The public URL's name, and names that no web site can have, are allowed. Others are refused on
+    loopback, and elsewhere if there is a public URL."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self._public = (urlsplit(settings.public_url).hostname or "").removesuffix(".")
+        self._allows_sites = not is_loopback(settings.host) and not self._public
+
+    def fault(self, *names: str) -> str:
+        """Return why a request with these hosts is refused, or ""."""
+        if len(names) > 1:
+            return "the request has several Host headers; send one"
+        if self._allows_sites or all(map(self._is_own, names)):
+            return ""
+        return (
+            f"the request reached this gateway by the name {names[0][:100]!r}, which is not its "
+            "own; use its address, or set TANDEM_PUBLIC_URL to the one by which clients reach it"
+        )
+
+    def _is_own(self, name: str) -> bool:
+        return not may_be_site(name) or bool(name and name == self._public)
+
+
+def plain_path(path: str) -> str:
+    """Return an encoded path with single slashes and none at its end, since clients often write
+    `//v1/models` or `/v1/models/`. A proxy may not reach the target of a redirect. Encoded slashes
+    stay, as parts of names.
+
+    Example: `plain_path("//v1//models/")` is `"/v1/models"`."""
+    return _REPEATED.sub("/", path).rstrip("/") or "/"
 
 
 def _metrics_of(metrics: Metrics, route: str, status: int) -> tuple[Counter, Histogram]:

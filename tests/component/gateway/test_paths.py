@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from gateway.api.paths import plain_path
+from gateway.api.middleware import plain_path
 from tests.support.gateway.running import KEY, make_model
 
 

@@ -144,9 +144,18 @@ def test_a_large_answer_is_handed_over_in_pieces_that_make_up_the_whole(gate):
     async def send(message):
         sent.append(message)
 
-    boundary = RequestBoundary(app, errors=ErrorResponses({}))
-    scope = {"type": "http", "path": "/", "state": {}, "app": gate.server.config.app}
-    asyncio.run(boundary(scope, None, send))
+    opened = asyncio.Event()
+    opened.set()
+    boundary = RequestBoundary(
+        app,
+        settings=gate.gateway.settings,
+        metrics=gate.gateway.metrics,
+        errors=ErrorResponses({}),
+        opened=opened,
+        longest_wait=0.0,
+    )
+    scope = {"type": "http", "path": "/", "raw_path": b"/", "headers": [], "state": {}}
+    asyncio.run(boundary(scope | {"app": gate.server.config.app}, None, send))
     pieces = sent[1:]
     assert b"".join(piece["body"] for piece in pieces) == body
     assert max(len(piece["body"]) for piece in pieces) == 256 * 2**10
