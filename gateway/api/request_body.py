@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import pydantic_core
 import zstandard
@@ -32,13 +32,6 @@ BODY_TIMEOUT = 300.0
 """Seconds for a whole body."""
 SMALL_BODY = 2**20
 """Bytes of a stored request, and of a compressed JSON body."""
-FIELDS_BODY = 4 * SMALL_BODY
-"""Bytes of an ordinary request. An operation above `SMALL_BODY` is read, and fails at its turn in
-the journal."""
-TOKENS_BODY = 16 * SMALL_BODY
-"""Bytes of a request for samples."""
-PAYLOAD_BODY = sys.maxsize
-"""Bounded by `max_payload_bytes` only."""
 MOST_VALUES = 2**16
 """JSON values in an ordinary request."""
 MOST_TOKENS = 2**21
@@ -54,6 +47,24 @@ _PARSING_SHARE = 4
 lock."""
 _ZSTD_WINDOW = 8 * 2**20
 """The largest memory of a frame: RFC 8878's recommendation, which only `ultra` levels exceed."""
+
+
+class BodyBounds(NamedTuple):
+    """Bytes of a body as it is sent and as it is decompressed, at most `max_payload_bytes`, and its
+    JSON values."""
+
+    sent: int
+    decompressed: int = SMALL_BODY
+    values: int = MOST_VALUES
+
+
+STORED_BODY = BodyBounds(SMALL_BODY)
+FIELDS_BODY = BodyBounds(4 * SMALL_BODY)
+"""An ordinary request. An operation above `SMALL_BODY` is read, and fails at its turn in the
+journal."""
+TOKENS_BODY = BodyBounds(16 * SMALL_BODY, values=MOST_TOKENS)
+"""A request for samples."""
+PAYLOAD_BODY = BodyBounds(sys.maxsize, sys.maxsize)
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")
@@ -76,27 +87,16 @@ class FirstFault(FailFast):
 
 
 class BoundedRequest(Request):
-    """A request with a body that is read, decompressed and parsed once, within limits.
+    """A request with a body that is read, decompressed and parsed once, within bounds."""
 
-    `body_limit` and `decompressed_limit` are in bytes, at most `max_payload_bytes`. `most_values`
-    bounds its JSON values."""
-
-    def __init__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        *,
-        body_limit: int = FIELDS_BODY,
-        decompressed_limit: int = SMALL_BODY,
-        most_values: int = MOST_VALUES,
-    ) -> None:
+    def __init__(self, scope: Scope, receive: Receive, bounds: BodyBounds) -> None:
         super().__init__(scope, receive)
         self._gateway = cast(Gateway, self.app.state.gateway)
         most = self._gateway.settings.max_payload_bytes
-        self._limit = min(body_limit, most)
-        self._decompressed_limit = min(decompressed_limit, self._limit)
+        self._limit = min(bounds.sent, most)
+        self._decompressed_limit = min(bounds.decompressed, self._limit)
         self._encoding = self.headers.get("content-encoding", "identity")
-        self.most_values = most_values if self._encoding == "identity" else MOST_VALUES
+        self.most_values = bounds.values if self._encoding == "identity" else MOST_VALUES
         self._content: bytes | None = None
         self._parsed: object = None
 

@@ -28,8 +28,7 @@ from gateway.api.http_connection import VITAL
 from gateway.api.request_body import (
     FIELDS_BODY,
     JSON,
-    MOST_VALUES,
-    SMALL_BODY,
+    BodyBounds,
     BoundedRequest,
     check_content_type,
 )
@@ -63,8 +62,7 @@ _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
 }
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
-_RAW, _BODY_LIMIT, _MOST_VALUES = "x-tandem-raw", "x-tandem-body-limit", "x-tandem-most-values"
-_DECOMPRESSED_LIMIT = "x-tandem-decompressed-limit"
+RAW, BOUNDS = "x-tandem-raw", "x-tandem-bounds"
 
 KEY_REFUSED = "key_refused"
 """In a request's state: the error type of its refused key."""
@@ -119,17 +117,13 @@ class PathOperation(APIRoute):
         self.role, self.audit = facts[ROLE], facts.get(AUDIT)
         if "GET" in self.methods:
             self.methods.add("HEAD")
-        bounds: dict[str, int] = {
-            "body_limit": facts.get(_BODY_LIMIT, FIELDS_BODY),
-            "decompressed_limit": facts.get(_DECOMPRESSED_LIMIT, SMALL_BODY),
-            "most_values": facts.get(_MOST_VALUES, MOST_VALUES),
-        }
-        handle = self.endpoint if _RAW in facts else super().get_route_handler()
+        bounds: BodyBounds = facts[BOUNDS]
+        handle = self.endpoint if RAW in facts else super().get_route_handler()
         body = self.body_field
         required = body is not None and body.field_info.is_required()
 
         async def checked(request: Request) -> Response:
-            bounded = BoundedRequest(request.scope, request.receive, **bounds)
+            bounded = BoundedRequest(request.scope, request.receive, bounds)
             if body is not None:
                 check_content_type(request.headers.get("content-type"))
                 if (await bounded.body() or required) and await bounded.json() is None:
@@ -178,9 +172,7 @@ class Router(APIRouter):
         rules: Sequence[str] = (),
         response_model: object = ...,
         responses: Responses | None = None,
-        body_limit: int | None = None,
-        decompressed_limit: int | None = None,
-        most_values: int | None = None,
+        bounds: BodyBounds = FIELDS_BODY,
         body_schema: type[BaseModel] | None = None,
         raw: Mapping[str, object] | None = None,
     ) -> Callable[[Endpoint], Endpoint]:
@@ -195,9 +187,7 @@ class Router(APIRouter):
             is never refused with 400.
           response_model: if it differs from the return annotation.
           responses: further responses, as in FastAPI.
-          body_limit: bytes, if not `FIELDS_BODY`.
-          decompressed_limit: bytes of a compressed body, if not `SMALL_BODY`.
-          most_values: JSON values in the body, if not `MOST_VALUES`.
+          bounds: of its body.
           body_schema: body fields that the endpoint validates itself.
           raw: the request's OpenAPI content, for an endpoint that takes the `Request` and returns
             the `Response` without FastAPI's parsing. Each use gives the reason in a comment."""
@@ -206,10 +196,8 @@ class Router(APIRouter):
         stated: dict[str, object] = {
             ROLE: role,
             AUDIT: None if audit is ... else audit,
-            _BODY_LIMIT: body_limit,
-            _DECOMPRESSED_LIMIT: decompressed_limit,
-            _MOST_VALUES: most_values,
-            _RAW: None if raw is None else True,
+            BOUNDS: bounds,
+            RAW: None if raw is None else True,
             "security": None if role in OPEN_ROLES else [{"ApiKey": []}, {"Bearer": []}],
         }
         facts = {key: fact for key, fact in stated.items() if fact is not None}

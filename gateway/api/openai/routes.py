@@ -29,7 +29,7 @@ from gateway.api.openai.schemas import (
     ModelList,
 )
 from gateway.api.openai.service import Generation, InferenceService
-from gateway.api.request_body import MOST_TOKENS, TOKENS_BODY
+from gateway.api.request_body import TOKENS_BODY
 from gateway.api.routing import Responses, Router, binary
 from gateway.owners.auth.identity import Caller
 from tandem.errors import (
@@ -77,8 +77,7 @@ _sampling_operation = partial(
     role="member",
     audit=None,
     errors=(*_MODELS, SequenceTooLong, Overloaded, WorkerStartFailed, OperationTimedOut),
-    body_limit=TOKENS_BODY,
-    most_values=MOST_TOKENS,
+    bounds=TOKENS_BODY,
 )
 
 

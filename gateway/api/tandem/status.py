@@ -19,7 +19,7 @@ from starlette.requests import Request
 from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
 from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
-from gateway.api.routing import Router, file_response
+from gateway.api.routing import BOUNDS, RAW, Router, file_response
 from gateway.runs.operations import Call, Progress
 from gateway.workers.worker import Worker
 from tandem import __version__
@@ -382,7 +382,8 @@ def document(app: FastAPI) -> dict[str, Any]:
             item.pop("head", None)
             for operation in item.values():
                 operation["responses"].pop("422", None)
-                operation.pop("x-tandem-raw", None)
+                operation.pop(RAW, None)
+                operation.pop(BOUNDS, None)
                 for content in operation.get("requestBody", {}).get("content", {}).values():
                     schemas.update(content["schema"].pop("$defs", {}))
         for name in ("HTTPValidationError", "ValidationError"):

@@ -24,7 +24,6 @@ from gateway.api.dependencies import (
 )
 from gateway.api.fields import Answer
 from gateway.api.request_body import (
-    MOST_TOKENS,
     TOKENS_BODY,
     BoundedRequest,
     FirstFault,
@@ -173,8 +172,7 @@ class SamplerInfo(Answer):
         "The prompt is text alone, with at least one token; every token is one of the vocabulary.",
         "The prompt and `max_tokens` fit into the model's context; 0 needs logprobs of the prompt.",
     ],
-    body_limit=TOKENS_BODY,
-    most_values=MOST_TOKENS,
+    bounds=TOKENS_BODY,
     raw=json_content(Sample),
     responses={200: {"model": SampleAccepted}},
 )

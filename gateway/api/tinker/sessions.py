@@ -18,7 +18,7 @@ from gateway.api.dependencies import (
     PastSession,
 )
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
-from gateway.api.request_body import SMALL_BODY
+from gateway.api.request_body import STORED_BODY
 from gateway.api.routing import Router, file_response
 from gateway.api.tinker.service import ASKS, SDK_VERSION, check_sdk_version
 from gateway.owners.auth.identity import Scope, urn_of
@@ -157,7 +157,7 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
     role="member",
     audit="session_create",
     rules=[*SDK_VERSION, ASKS],
-    body_limit=SMALL_BODY,
+    bounds=STORED_BODY,
 )
 async def create_session(
     body: CreateSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep

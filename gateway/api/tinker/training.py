@@ -171,8 +171,7 @@ def _unchanging(raw: bytes, body: Body | None) -> bytes:
     audit=None,
     errors=[UnknownRun, SessionFinished, SequenceTaken, Overloaded],
     rules=[_LATER, _SAME, "The body must name a run and a sequence number of at least 1."],
-    body_limit=PAYLOAD_BODY,
-    decompressed_limit=PAYLOAD_BODY,
+    bounds=PAYLOAD_BODY,
     raw={
         PROTOBUF: {"schema": binary("ForwardBackwardRequest of protos/tandem/wire/v1/tinker.proto")}
     },

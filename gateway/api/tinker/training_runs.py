@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
 from gateway.api.fields import Answer, Limit, Offset, PathText, ProjectFilter, Time, UserMetadata
-from gateway.api.request_body import SMALL_BODY
+from gateway.api.request_body import STORED_BODY
 from gateway.api.routing import Router
 from gateway.api.tinker.checkpoints import (
     CheckpointInfo,
@@ -125,7 +125,7 @@ class RunPage(Answer):
         "The optimizer must be a known one, and a LoRA configuration must train something.",
         "A repeated `model_seq_id` must come with the same body.",
     ],
-    body_limit=SMALL_BODY,
+    bounds=STORED_BODY,
 )
 async def create_model(
     body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
