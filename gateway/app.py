@@ -93,6 +93,7 @@ ROUTERS = (
     samples.router,
     targets.router,
     status.root_router,
+    custom_losses.router,
 )
 """The most frequent routes first, since routes are tried in order."""
 
@@ -135,7 +136,6 @@ def create_app(
         async with found as gateway, Housekeeping(gateway).running():
             app.state.gateway = gateway
             app.state.inference = InferenceService(gateway)
-            custom_losses.provide(gateway)
             opened.set()
             yield
 
@@ -172,7 +172,6 @@ def create_app(
     app.state.misused = False
     for router in ROUTERS:
         app.include_router(router)
-    app.include_router(custom_losses.router)
     app.openapi = partial(status.document, app)  # type: ignore[method-assign]
     errors = ErrorResponses({PREFIX: openai_refusal})
     errors.register(app)

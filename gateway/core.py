@@ -27,9 +27,9 @@ from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.runs.admission import OperationAdmission
+from gateway.runs.custom_losses import CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
-from gateway.runs.operations import LossDefinitions
 from gateway.runs.record import RunHistory, RunQueries
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
@@ -246,7 +246,7 @@ class Gateway:
             limits=self.limits,
             idle_ttl=settings.sampler_idle_ttl,
         )
-        self.loss_definitions: dict[str, LossDefinitions] = {}
+        self.custom_losses = CustomLossStore(database=database, limits=self.limits)
         self.journal = Journal(
             database=database,
             data_dir=private,
@@ -277,7 +277,7 @@ class Gateway:
             sampling=self.sampling,
             usage=self.usage,
             metrics=metrics,
-            loss_definitions=self.loss_definitions,
+            custom_losses=self.custom_losses,
         )
         self.runs = RunRegistry(
             settings=settings,
@@ -402,10 +402,8 @@ class Gateway:
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request that is no longer in memory, or None."""
-        outcome = await self.journal.recall(request_id)
-        for definitions in self.loss_definitions.values():
-            outcome = outcome or await definitions.recall(request_id)
-        return outcome
+        found = await self.journal.recall(request_id)
+        return found or await self.custom_losses.recall(request_id)
 
     async def drain(self, group: WorkerGroup, *, drained: bool) -> None:
         """Drain a group or undo it. Raises `StorageFailed`."""
@@ -433,8 +431,7 @@ class Gateway:
             ended = sorted({*run_ids, *self.sampling.end_session(session_id)})
             for run_id in ended:  # so that a failed collection is repeated later
                 self.checkpoints.mark(run_id)
-            for definitions in self.loss_definitions.values():
-                definitions.end_session(session_id)
+            self.custom_losses.end_session(session_id)
             for run_id in ended:
                 await self.collect(run_id)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Annotated, Literal, Protocol, cast
+from typing import Annotated, Literal, cast
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
@@ -21,7 +21,7 @@ from gateway.identifiers import (
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.owners.sessions.registry import TextMetadata
 from gateway.owners.usage.meter import UsageKind
-from gateway.storage.futures.table import Future, Outcome, Result
+from gateway.storage.futures.table import Future, Result
 from tandem.errors import InvalidRequest, TandemError
 from tandem.weights import new_version_name
 
@@ -117,19 +117,6 @@ class LoadWeights(BaseModel):
     def readers(self) -> Readers:
         assert self._readers is not None, "a load without readers"
         return self._readers
-
-
-class LossDefinitions(Protocol):
-    """Registered definitions of one `loss_fn`, by session."""
-
-    async def definition(self, loss_id: str, *, session_id: str) -> bytes:
-        """Return the definition for the trainer. Raises `UnknownLoss`."""
-
-    async def recall(self, request_id: str) -> Outcome | None:
-        """Return the result of a registration request, or None."""
-
-    def end_session(self, session_id: str) -> None:
-        """Delete the session's definitions."""
 
 
 Body = (

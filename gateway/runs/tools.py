@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.metrics import Metrics
 from gateway.owners.usage.meter import UsageMeter
+from gateway.runs.custom_losses import LOSS_NAME, CustomLossStore
 from gateway.runs.journal import Journal
-from gateway.runs.operations import Body, LossDefinitions, LossReference
+from gateway.runs.operations import Body, LossReference
 from gateway.runs.record import RunHistory
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.sampling.router import SamplerRouter
@@ -20,8 +20,6 @@ from tandem.settings.gateway import GatewaySettings
 
 @dataclass(frozen=True, kw_only=True)
 class RunTools:
-    """`loss_definitions` maps each `loss_fn` to its registered definitions."""
-
     settings: GatewaySettings
     journal: Journal
     history: RunHistory
@@ -32,10 +30,10 @@ class RunTools:
     sampling: SamplingSessionRegistry
     usage: UsageMeter
     metrics: Metrics
-    loss_definitions: Mapping[str, LossDefinitions]
+    custom_losses: CustomLossStore
 
     async def definition_of(self, body: Body | None, *, session_id: str) -> bytes:
         """Return the definition of a request's loss, empty for none. Raises `UnknownLoss`."""
-        if isinstance(body, LossReference) and (known := self.loss_definitions.get(body.loss_fn)):
-            return await known.definition(body.loss_id, session_id=session_id)
+        if isinstance(body, LossReference) and body.loss_fn == LOSS_NAME:
+            return await self.custom_losses.definition(body.loss_id, session_id=session_id)
         return b""
