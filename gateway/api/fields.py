@@ -31,6 +31,11 @@ class Answer(BaseModel):
         same = {name: getattr(source, name) for name in cls.model_fields if name not in others}
         return cls.model_validate({**same, **others})
 
+    def only(self, *shown: str) -> Self:
+        """Return the answer with empty values in its other fields."""
+        hidden = {name: type(value)() for name, value in self if name not in shown}
+        return self.model_copy(update=hidden)
+
 
 def _iso(seconds: object) -> object:
     """Return seconds since 1970 (in UTC), or a moment, as ISO 8601 text. Text stays."""

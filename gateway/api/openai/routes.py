@@ -15,7 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.dependencies import CallerDep
-from gateway.api.errors import InvalidField, json_response
+from gateway.api.errors import json_response
 from gateway.api.fields import PathText
 from gateway.api.openai.schemas import (
     ChatCompletion,
@@ -219,15 +219,12 @@ _CODES: dict[type[TandemError], str] = {
 def error_content(error: TandemError) -> dict[str, object]:
     """Return the body: `{"error": {"message": "unknown model 'x'; …", "type": "not_found_error",
     "param": "model", "code": "model_not_found"}}`."""
+    status = status_of(error)
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
-    param = "model" if isinstance(error, _MODELS) else None
-    return _content(
-        error.message,
-        status=status_of(error),
-        param=error.param if isinstance(error, InvalidField) else param,
-        code=code,
-        **error.details,
-    )
+    param = "model" if isinstance(error, _MODELS) else getattr(error, "param", None)
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    found = {"message": error.message, "type": kind, "param": param, "code": code, **error.details}
+    return {"error": found}
 
 
 def openai_refusal(error: TandemError) -> Response:
@@ -236,10 +233,3 @@ def openai_refusal(error: TandemError) -> Response:
     if status in (503, 504):
         response.headers["Retry-After"] = "5"  # an engine is starting
     return response
-
-
-def _content(
-    message: str, *, status: int, param: str | None, code: str, **details: object
-) -> dict[str, object]:
-    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code, **details}}

@@ -159,32 +159,32 @@ def _described(group: WorkerGroup, gateway: Gateway, caller: Caller) -> GroupOcc
 
 
 def _worker(standing: Standing, caller: Caller) -> GroupWorker:
-    row = standing.row
-    seen = caller.may_see(row.owner)
-    return GroupWorker(
+    row, demand, used = standing.row, standing.demand, standing.bytes
+    found = GroupWorker(
         state=standing.state,
         position=standing.position,
-        worker=row.key if seen else "",
-        kind=row.kind if seen else "",
-        owner=row.owner if seen else "",
-        session_id=row.session if seen else "",
-        seconds=round(standing.seconds, 1) if seen else 0.0,
-        expected_seconds=round(standing.expected_seconds, 1) if seen else 0.0,
-        reason=standing.reason if seen else "",
-        device_seconds=round(standing.demand.used_seconds, 1) if seen else 0.0,
-        device_bytes=standing.bytes.device if seen else 0,
-        host_bytes=standing.bytes.host if seen else 0,
-        disk_bytes=standing.bytes.disk if seen else 0,
+        worker=row.key,
+        kind=row.kind,
+        owner=row.owner,
+        session_id=row.session,
+        seconds=round(standing.seconds, 1),
+        expected_seconds=round(standing.expected_seconds, 1),
+        reason=standing.reason,
+        device_seconds=round(demand.used_seconds, 1),
+        device_bytes=used.device,
+        host_bytes=used.host,
+        disk_bytes=used.disk,
     )
+    return found if caller.may_see(row.owner) else found.only("state", "position")
 
 
 def _applicant(standing: Standing, caller: Caller) -> PlaceApplicant:
     row = standing.row
-    seen = caller.may_see(row.owner)
-    return PlaceApplicant(
+    found = PlaceApplicant(
         position=standing.position,
-        worker=row.key if seen else "",
-        owner=row.owner if seen else "",
-        session_id=row.session if seen else "",
-        reason=standing.reason if seen else "",
+        worker=row.key,
+        owner=row.owner,
+        session_id=row.session,
+        reason=standing.reason,
     )
+    return found if caller.may_see(row.owner) else found.only("position")

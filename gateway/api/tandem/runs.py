@@ -170,11 +170,4 @@ def _memory(about: trainer_pb2.DescribeTrainerReply) -> RunMemory | None:
     plan = about.memory
     if not about.HasField("memory"):
         return None
-    return RunMemory(
-        micro_batch_tokens=plan.micro_batch_tokens,
-        checkpointing=plan.checkpointing,
-        device=dict(plan.device),
-        device_available=plan.device_available,
-        host=dict(plan.host),
-        host_available=plan.host_available,
-    )
+    return RunMemory.of(plan, device=dict(plan.device), host=dict(plan.host))

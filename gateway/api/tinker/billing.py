@@ -1,4 +1,4 @@
-"""Usage in the SDK's form. There are no prices, so costs and rates are null."""
+"""Usage in the SDK's form. There are no prices, so the fields of costs and rates are left out."""
 
 from __future__ import annotations
 
@@ -41,9 +41,6 @@ class UsageOfHour(Answer):
     user_name: str
     session_id: str
     project_id: str | None
-    estimated_cost_usd: None
-    effective_rate_usd_per_million_tokens: None
-    effective_rate_usd_per_gigabyte_month: None
     event_info: TokensUsed | CheckpointsSaved
     accelerator_seconds: float
 
@@ -55,22 +52,18 @@ class SessionNotes(Answer):
 class UsageEvents(Answer):
     data: list[UsageOfHour]
     sessions: dict[str, SessionNotes]
-    cost_data_through: None
 
 
 class StorageOfProject(Answer):
     project_id: str | None
     org_user_urn: str
-    user_email: None
     user_name: str
     checkpoint_count: int
     size_bytes: int
     size_gigabytes: float
-    estimated_monthly_cost_usd: None
 
 
 class CheckpointStorage(Answer):
-    effective_rate_usd_per_gigabyte_month: None
     data: list[StorageOfProject]
 
 
@@ -100,7 +93,6 @@ async def usage_events(
     return UsageEvents(
         data=[_event(event) for event in report.events],
         sessions={s: SessionNotes(user_metadata=notes) for s, notes in report.metadata.items()},
-        cost_data_through=None,
     )
 
 
@@ -111,17 +103,14 @@ async def checkpoint_storage(
     """Return the current checkpoints and their bytes, by project and owner."""
     items = await gateway.checkpoints.storage_use(caller, project_id=project_id)
     return CheckpointStorage(
-        effective_rate_usd_per_gigabyte_month=None,
         data=[
             StorageOfProject(
                 project_id=item.project_id or None,
                 org_user_urn=urn_of(item.owner),
-                user_email=None,
                 user_name=item.owner,
                 checkpoint_count=item.count,
                 size_bytes=item.bytes,
                 size_gigabytes=item.bytes / 1e9,
-                estimated_monthly_cost_usd=None,
             )
             for item in items
         ],
@@ -151,9 +140,6 @@ def _event(event: UsageEvent) -> UsageOfHour:
         user_id=urn_of(event.owner),
         user_name=event.owner,
         project_id=event.project_id or None,
-        estimated_cost_usd=None,
-        effective_rate_usd_per_million_tokens=None,
-        effective_rate_usd_per_gigabyte_month=None,
         event_info=_info(event),
         accelerator_seconds=round(event.accelerator_seconds, 6),
     )
