@@ -16,7 +16,7 @@ import zstandard
 from pydantic import BaseModel, FailFast, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.requests import Request
-from starlette.types import Message, Receive, Scope
+from starlette.types import Receive, Scope
 
 from gateway.core import Gateway
 from gateway.owners.limits import Reservation
@@ -137,56 +137,48 @@ class BoundedRequest(Request):
         return cast(Reservation, self.state.body_reservation)
 
     async def _read(self) -> bytes:
-        raw = await self._receive_all(self._reservation)
+        raw = await self._receive_all()
         if self._encoding == "identity":
             return raw
         if self._encoding != "zstd":
             raise MalformedPayload(f"unknown content encoding {self._encoding[:40]!r}; known: zstd")
-        return await self._decompressed(raw)
+        try:
+            return await self._decompressed(raw)
+        except zstandard.ZstdError as error:
+            raise MalformedPayload(f"the body is not zstd, as its header says: {error}") from error
 
     async def _decompressed(self, raw: bytes) -> bytes:
         """Decompress up to the limit, in reserved memory. A frame with a larger stated size is
         refused at once."""
-        limit, stated = self._decompressed_limit, _stated_size(raw)
-        if stated is not None and stated > limit:
-            raise self._too_large_when_decompressed(_decompress(raw, PREFIX_BYTES))
-        most = limit if stated is None else stated
-        self._reservation.extend(most)
-        if most <= _QUICKLY_DECOMPRESSED:
-            body = _decompress(raw, most + 1)
+        limit, stated = self._decompressed_limit, zstandard.frame_content_size(raw)  # -1: none
+        most = limit if stated < 0 else stated
+        if most > limit:
+            body = _decompress(raw, PREFIX_BYTES)
         else:
-            async with self._gateway.decompression.turn(self._reservation.owner):
-                body = await asyncio.to_thread(_decompress, raw, most + 1)
-        if len(body) > limit:
-            raise self._too_large_when_decompressed(body)
+            self._reservation.extend(most)
+            if most <= _QUICKLY_DECOMPRESSED:
+                body = _decompress(raw, most + 1)
+            else:
+                async with self._gateway.decompression.turn(self._reservation.owner):
+                    body = await asyncio.to_thread(_decompress, raw, most + 1)
+        if max(stated, len(body)) > limit:
+            hint = ", or send it uncompressed" if limit < self._limit else ""
+            size = f"more than {limit} bytes when decompressed"
+            raise self._too_large(body, size=size, limit=limit, hint=hint)
         if len(body) > most:
             raise MalformedPayload(f"the body is not zstd of {most} bytes, as its header says")
         self._reservation.shrink(most - len(body))
         return body
 
-    def _too_large_when_decompressed(self, body: bytes) -> BodyTooLarge:
-        limit = self._decompressed_limit
-        return BodyTooLarge(
-            f"the request has more than {limit} bytes when decompressed, which is the most "
-            f"allowed{self._setting_of(limit)}; send less at once"
-            + (", or send it uncompressed" if limit < self._limit else ""),
-            prefix=body[:PREFIX_BYTES],
-        )
-
-    def _setting_of(self, limit: int) -> str:
-        known = limit == self._gateway.settings.max_payload_bytes
-        return " (TANDEM_MAX_PAYLOAD_BYTES)" if known else ""
-
-    async def _receive_all(self, reservation: Reservation) -> bytes:
+    async def _receive_all(self) -> bytes:
         """Receive the body, or only its first bytes if its announced length is refused. The
         connection discards the rest (`gateway/api/http_connection.py`)."""
-        limit = self._limit
+        limit, reservation = self._limit, self._reservation
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0
         if size <= limit:
             reservation.extend(size)
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + BODY_TIMEOUT
+        deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
         chunks: list[bytes] = []
         read = 0
         more = True
@@ -197,30 +189,20 @@ class BoundedRequest(Request):
             read += len(chunk)
             if reservation.amount < read <= limit:  # no length was announced
                 reservation.extend(len(chunk))
-        body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        body = b"".join(chunks)
         if size > limit or read > limit:
-            raise BodyTooLarge(
-                f"the request has {announced or f'more than {limit}'} bytes, {limit} at most"
-                f"{self._setting_of(limit)}; send less at once",
-                prefix=body[:PREFIX_BYTES],
+            raise self._too_large(
+                body, size=f"{announced or f'more than {limit}'} bytes", limit=limit
             )
         return body
 
     async def _next_chunk(self, *, deadline: float) -> tuple[bytes, bool]:
         """Return the next chunk and whether more follow. `deadline` is in loop time."""
-        if self.scope["state"].get("body_arrived"):  # all of it is here
-            message = await self.receive()
-        else:
-            message = await self._next_message(deadline=deadline)
-        if message["type"] == "http.disconnect":
-            raise MalformedPayload("the client went away before its request was complete")
-        return message.get("body", b""), message.get("more_body", False)
-
-    async def _next_message(self, *, deadline: float) -> Message:
-        loop = asyncio.get_running_loop()
+        arrived = self.scope["state"].get("body_arrived")  # all of it is here
+        gap_ends = asyncio.get_running_loop().time() + BODY_GAP_TIMEOUT
         try:
-            async with asyncio.timeout_at(min(loop.time() + BODY_GAP_TIMEOUT, deadline)):
-                return await self.receive()
+            async with asyncio.timeout_at(None if arrived else min(gap_ends, deadline)):
+                message = await self.receive()
         except TimeoutError:
             self._gateway.metrics.timeouts.labels(what="body").inc()
             raise RequestTimedOut(
@@ -228,6 +210,17 @@ class BoundedRequest(Request):
                 f"{BODY_GAP_TIMEOUT:g} s, or it was not complete within "
                 f"{BODY_TIMEOUT:g} s; send it again"
             ) from None
+        if message["type"] == "http.disconnect":
+            raise MalformedPayload("the client went away before its request was complete")
+        return message.get("body", b""), message.get("more_body", False)
+
+    def _too_large(self, body: bytes, *, size: str, limit: int, hint: str = "") -> BodyTooLarge:
+        is_set = limit == self._gateway.settings.max_payload_bytes
+        setting = " (TANDEM_MAX_PAYLOAD_BYTES)" if is_set else ""
+        return BodyTooLarge(
+            f"the request has {size}, {limit} at most{setting}; send less at once{hint}",
+            prefix=body[:PREFIX_BYTES],
+        )
 
 
 def check_content_type(sent: str | None) -> None:
@@ -302,23 +295,8 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
     return f"{'.'.join(map(str, where))}: {message}" if where else message
 
 
-def _stated_size(raw: bytes) -> int | None:
-    try:
-        size = zstandard.frame_content_size(raw)
-    except zstandard.ZstdError as error:
-        raise _not_zstd(error) from error
-    return None if size < 0 else size
-
-
 def _decompress(raw: bytes, most: int) -> bytes:
     """Return at most `most` bytes. zstandard releases the interpreter's lock."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    try:
-        with decompressor.stream_reader(raw) as reader:
-            return reader.read(most)
-    except zstandard.ZstdError as error:
-        raise _not_zstd(error) from error
-
-
-def _not_zstd(error: zstandard.ZstdError) -> MalformedPayload:
-    return MalformedPayload(f"the body is not zstd, as its header says: {error}")
+    with decompressor.stream_reader(raw) as reader:
+        return reader.read(most)
