@@ -51,8 +51,8 @@ from gateway.owners.counted_lines import CountedLines
 from gateway.runs.stopping import Stop
 from gateway.storage.data_directory import write_private
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import GatewayLease
-from gateway.workers.epoch import Epoch, epoch_without_lease
+from gateway.storage.leadership import Leadership
+from gateway.workers.epoch import Epoch, epoch_without_leader
 from gateway.workers.launchers import Launcher, for_each_kind, load_launcher, make_launchers
 from tandem.agent.process_identity import process_start
 from tandem.errors import StorageFailed, TandemError, UserError, describe
@@ -122,15 +122,17 @@ def create_app(
         end()
 
     @asynccontextmanager
-    async def serving(app: FastAPI, *, lease: int = 0) -> AsyncIterator[None]:
-        number = lease or epoch_without_lease(of_cluster=settings.launcher == "kubernetes")
+    async def serving(app: FastAPI, *, epoch_of_leader: int = 0) -> AsyncIterator[None]:
+        number = epoch_of_leader or epoch_without_leader(
+            of_cluster=settings.launcher == "kubernetes"
+        )
         epoch = Epoch(number=number, superseded=superseded)
         found = Gateway.open(
             settings,
             launchers=for_each_kind(launcher) if launcher else make_launchers(settings, epoch),
             metrics=metrics,
             epoch=epoch,
-            leased=bool(lease),
+            leads=bool(epoch_of_leader),
             stop=stop,
         )
         async with found as gateway, Housekeeping(gateway).running():
@@ -146,7 +148,7 @@ def create_app(
             read_bootstrap_key(settings)
             load_launcher(settings)
             if is_postgresql(settings.database_url):
-                async with _serving_with_lease(
+                async with _serving_as_leader(
                     app, settings, serving=partial(serving, app), opened=opened, end=end
                 ):
                     yield
@@ -207,7 +209,7 @@ class _StartBoundary:
 
 
 @asynccontextmanager
-async def _serving_with_lease(
+async def _serving_as_leader(
     app: FastAPI,
     settings: GatewaySettings,
     *,
@@ -215,30 +217,31 @@ async def _serving_with_lease(
     opened: asyncio.Event,
     end: Callable[[], object],
 ) -> AsyncIterator[None]:
-    """Serve when the lease is taken, at once or later. Meanwhile the application answers as a
+    """Serve as the leader, at once or later. Meanwhile the application answers as a
     standby."""
-    async with GatewayLease.open(url=settings.database_url, ttl=settings.lease_ttl) as lease:
+    found = Leadership.open(url=settings.database_url, timeout=settings.leader_timeout)
+    async with found as leadership:
         async with AsyncExitStack() as stack:
 
             async def follow() -> None:
                 why = _SUPERSEDED
                 try:
                     if not opened.is_set():
-                        await lease.wait()
-                        await stack.enter_async_context(serving(lease=lease.epoch))
+                        await leadership.wait()
+                        await stack.enter_async_context(serving(epoch_of_leader=leadership.epoch))
                         app.state.on_opened()
-                    await lease.lost()
+                    await leadership.lost()
                 except Exception as error:  # noqa: BLE001 - whoever started it does so again
                     why = _sentence(error)
                     get_log().error("not_taken_over", reason=why)
                 _tell(why)
                 end()
 
-            if await lease.take():
-                await stack.enter_async_context(serving(lease=lease.epoch))
+            if await leadership.take():
+                await stack.enter_async_context(serving(epoch_of_leader=leadership.epoch))
             else:
-                get_log().info("standing_by", holder=lease.holder)
-            following = asyncio.create_task(follow(), name="lease")
+                get_log().info("standing_by", holder=leadership.holder)
+            following = asyncio.create_task(follow(), name="leadership")
             yield
             if not opened.is_set():
                 following.cancel()

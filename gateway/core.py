@@ -85,23 +85,23 @@ class Gateway:
         launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
-        leased: bool = False,
+        leads: bool = False,
         stop: Stop | None = None,
     ) -> AsyncIterator[Gateway]:
         """Open the data directory and everything in it, and close it at the end of the block.
 
         Sessions and runs of an earlier gateway continue. Its other unfinished work fails or is
         removed. At the end, sessions and runs stay for the next gateway, and `stop` decides about
-        the workers. With `leased`, the `epoch` comes from the database lease, which replaces the
+        the workers. With `leads`, the `epoch` comes from the leader's row, which replaces the
         directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or if other
         machines could reach this gateway without a key."""
-        with locked_data_directory(settings.data_dir, shared=leased):
+        with locked_data_directory(settings.data_dir, shared=leads):
             gateway = cls(
                 settings,
                 launchers=launchers,
                 metrics=metrics,
                 epoch=epoch,
-                leased=leased,
+                leads=leads,
                 stop=stop or Stop(hand_over=False),
             )
             try:
@@ -120,7 +120,7 @@ class Gateway:
         launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
-        leased: bool,
+        leads: bool,
         stop: Stop,
     ) -> None:
         self.settings = settings
@@ -132,7 +132,7 @@ class Gateway:
         self.api_key = settings.api_key or keep_api_key(private)
         self.signing_key = signing_key = keep_signing_key(private)
         database = Database(
-            url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leased else 0
+            url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leads else 0
         )
         self.database = database
         self.keys = KeyStore(database=database)

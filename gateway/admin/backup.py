@@ -37,7 +37,7 @@ from gateway.owners.limits import Quotas
 from gateway.storage.data_directory import locked_data_directory, write_private
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import GatewayLease
+from gateway.storage.leadership import Leadership
 from gateway.storage.migrations import check_revision
 from gateway.storage.tables import (
     checkpoints,
@@ -127,12 +127,12 @@ async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
         stack.enter_context(locked_data_directory(data_dir))
         epoch, replaced = 0, ""
         if folder is None:
-            lease = await stack.enter_async_context(
-                GatewayLease.open(url=url, ttl=settings.lease_ttl)
+            leadership = await stack.enter_async_context(
+                Leadership.open(url=url, timeout=settings.leader_timeout)
             )
-            if not await lease.take_unless_used():
+            if not await leadership.take_unless_used():
                 raise InvalidRequest("a gateway uses the database; stop it first")
-            epoch = lease.epoch
+            epoch = leadership.epoch
         else:
             replaced = await asyncio.to_thread(_replace_sqlite, folder, settings)
         database = Database(url=url, data_dir=data_dir, epoch=epoch)

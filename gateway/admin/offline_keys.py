@@ -20,7 +20,7 @@ from gateway.owners.auth.keys import LOCAL_OWNER, KeyStore, NewKey
 from gateway.storage.data_directory import locked_data_directory
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.lease import GatewayLease
+from gateway.storage.leadership import Leadership
 from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
 
@@ -38,15 +38,15 @@ async def answer(request: KeysRequest, settings: GatewaySettings) -> dict[str, o
         stack.enter_context(locked_data_directory(settings.data_dir))
         epoch = 0
         if is_postgresql(url):
-            lease = await stack.enter_async_context(
-                GatewayLease.open(url=url, ttl=settings.lease_ttl)
+            leadership = await stack.enter_async_context(
+                Leadership.open(url=url, timeout=settings.leader_timeout)
             )
-            if not await lease.take_unless_used():
+            if not await leadership.take_unless_used():
                 raise InvalidRequest(
                     "a gateway uses the database; ask that one (it is another data directory's, or "
                     "runs in another container or on another host: run `tandem keys` there)"
                 )
-            epoch = lease.epoch
+            epoch = leadership.epoch
         database = Database(url=url, data_dir=settings.data_dir, epoch=epoch)
         try:
             await database.open()

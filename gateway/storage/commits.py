@@ -14,7 +14,7 @@ from gateway.storage.drivers import typed
 from tandem.errors import StorageFailed
 
 _TRANSACTION = text("SELECT CAST(pg_current_xact_id() AS text)")
-_TRANSACTION_UNDER_LEASE = text(
+_TRANSACTION_OF_LEADER = text(
     "SELECT CAST(pg_current_xact_id() AS text), epoch FROM gateway_lease FOR SHARE"
 )
 _OUTCOME = text("SELECT pg_xact_status(CAST(:number AS xid8))")
@@ -98,11 +98,11 @@ def _commit(connection: Connection, batch: Sequence[Write], epoch: int) -> list[
 
 
 def _end(connection: Connection, epoch: int) -> str:
-    """Return the transaction's number. Raise `StorageFailed` if another gateway took the lease. The
+    """Return the transaction's number. Raise `StorageFailed` if another gateway is the leader. The
     row lock keeps it from doing so before the commit."""
     if not epoch:
         return str(connection.execute(_TRANSACTION).scalar_one())
-    number, newest = connection.execute(_TRANSACTION_UNDER_LEASE).one()
+    number, newest = connection.execute(_TRANSACTION_OF_LEADER).one()
     if newest != epoch:
         raise StorageFailed("another gateway has taken over from this one; ask that one")
     return str(number)

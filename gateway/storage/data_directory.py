@@ -16,7 +16,7 @@ from tandem.weights.store import fsync_path, make_folder
 
 @contextmanager
 def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
-    """Lock the directory, created if needed, for the block. Gateways that share a database lease
+    """Lock the directory, created if needed, for the block. Gateways of which one leads
     use a `shared` lock. Raise `InvalidRequest` if it is locked or unusable."""
     try:
         with suppress(FileExistsError):

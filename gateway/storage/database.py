@@ -68,7 +68,7 @@ Record = TypeVar("Record", bound="DataclassInstance")
 class Database:
     """Call `await open()` first and `await close()` last, which commits queued writes. An empty URL
     means SQLite in the data directory. `kept_bytes` bounds the memory of writes while the storage
-    fails. `epoch` is this gateway's lease epoch, 0 without a lease."""
+    fails. `epoch` is this gateway's epoch as the leader, or 0 where none is elected."""
 
     def __init__(
         self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0

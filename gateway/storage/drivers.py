@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import psycopg
 
 _TIMEOUTS = "-c lock_timeout=10000 -c idle_in_transaction_session_timeout=5000"
-"""Milliseconds. The second timeout stops a frozen gateway from keeping the lease's row locked."""
+"""Milliseconds. The second timeout stops a frozen gateway from keeping the leader's row locked."""
 _POSTGRESQL = {
     "fallback_application_name": "tandem",
     "client_encoding": "utf8",

@@ -243,9 +243,9 @@ released_folders = Table(
     Index("released_folders_by_run", "run_id"),
 )
 
-# One row for the gateway that may use a PostgreSQL database (see `lease`). Migrations do not change
-# this table.
-gateway_lease = Table(
+# One row for the gateway that may use a PostgreSQL database (see `leadership`).
+# Migrations do not change this table, and its name stays: a standby of an earlier version reads it.
+leader = Table(
     "gateway_lease",
     MetaData(),
     Column("only", Boolean, primary_key=True, default=True),

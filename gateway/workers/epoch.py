@@ -33,8 +33,8 @@ class Epoch:
             raise GatewaySuperseded(reason) from error
 
 
-def epoch_without_lease(*, of_cluster: bool = False) -> int:
-    """Return the epoch of a gateway with SQLite, which has no lease.
+def epoch_without_leader(*, of_cluster: bool = False) -> int:
+    """Return the epoch of a gateway with SQLite, which needs no leader.
 
     It is the machine's uptime in milliseconds. A changed clock does not lower it, and agents and
     workers end with the machine. Pods do not, so a cluster uses milliseconds since 1970."""

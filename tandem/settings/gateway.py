@@ -58,7 +58,7 @@ class GatewaySettings(BaseSettings):
         repr=False,
     )
     database_url_file: OptionalPath = Field(None, description="A file with the database's URL.")
-    lease_ttl: float = Field(
+    leader_timeout: float = Field(
         5.0,
         gt=0,
         description="A standby takes over from a leader that was silent for this time.",

@@ -2,7 +2,7 @@
 
 A gateway in a container cannot run `tandem keys create` before it listens. It reads
 `TANDEM_BOOTSTRAP_KEY_FILE`, such as a mounted Secret, and stores the key's hash. A new key revokes
-the old one. With PostgreSQL, only the lease holder does this."""
+the old one. With PostgreSQL, only the leader does this."""
 
 from __future__ import annotations
 

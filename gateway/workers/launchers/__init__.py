@@ -23,7 +23,7 @@ _CALL_SECONDS = 60.0
 
 
 def load_launcher(settings: GatewaySettings) -> None:
-    """Import the launcher's packages before taking the lease, because slow imports would delay its
+    """Import the launcher's packages before the gateway leads, because slow imports would delay its
     beats. Raises `InvalidRequest` for a missing package or bad templates."""
     if settings.launcher == "kubernetes":
         _kubernetes()

@@ -60,7 +60,7 @@ class Place:
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_DATABASE_URL", url_for(tmp_path / "data"))
-    monkeypatch.setenv("TANDEM_LEASE_TTL", "1")
+    monkeypatch.setenv("TANDEM_LEADER_TIMEOUT", "1")
     return Place(tmp_path)
 
 
@@ -150,7 +150,7 @@ def test_a_run_that_was_active_has_ended_and_says_why(place):
 
 
 def test_what_is_restored_is_refused_beside_a_gateway(place, monkeypatch):
-    monkeypatch.delenv("TANDEM_LEASE_TTL")  # a gateway counts as alive for this time
+    monkeypatch.delenv("TANDEM_LEADER_TIMEOUT")  # a gateway counts as alive for this time
     with running_gateway(place.folder, session_ttl=600) as gate:
         place.back_up()
         source = [] if url_for(place.data_dir) else [str(place.backup)]

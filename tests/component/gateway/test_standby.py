@@ -16,9 +16,9 @@ from sqlalchemy import insert, select, update
 
 from gateway.app import create_app
 from gateway.storage.database import Database
-from gateway.storage.lease import GatewayLease
-from gateway.storage.tables import audit, gateway_lease, keys
-from gateway.workers.epoch import epoch_without_lease
+from gateway.storage.leadership import Leadership
+from gateway.storage.tables import audit, keys, leader
+from gateway.workers.epoch import epoch_without_leader
 from tandem.errors import InvalidRequest, StorageFailed
 from tandem.stack import Stack, read_endpoint
 from tests.support.gateway.fake_launcher import FakeLauncher
@@ -39,64 +39,64 @@ def on_postgres(postgres):
 
 
 @pytest.fixture
-async def lease_of(tmp_path):
-    """Makes leases of one database for several gateways."""
+async def leadership_of(tmp_path):
+    """Lets several gateways of one database stand for leadership."""
     async with AsyncExitStack() as stack:
 
-        async def open_(ttl: float = NEVER) -> GatewayLease:
-            lease = GatewayLease.open(url=url_for(tmp_path), ttl=ttl)
-            return await stack.enter_async_context(lease)
+        async def open_(timeout: float = NEVER) -> Leadership:
+            found = Leadership.open(url=url_for(tmp_path), timeout=timeout)
+            return await stack.enter_async_context(found)
 
         yield open_
 
 
-async def test_one_of_many_gets_the_lease_and_the_next_one_when_it_is_given_back(tmp_path):
-    async with GatewayLease.open(url=url_for(tmp_path), ttl=NEVER) as last:
+async def test_one_of_many_becomes_the_leader_and_the_next_one_when_it_resigns(tmp_path):
+    async with Leadership.open(url=url_for(tmp_path), timeout=NEVER) as last:
         async with AsyncExitStack() as stack:
-            opened = [GatewayLease.open(url=url_for(tmp_path), ttl=NEVER) for _ in range(4)]
-            leases = [await stack.enter_async_context(lease) for lease in opened]
-            taken = await asyncio.gather(*(lease.take() for lease in leases))
+            opened = [Leadership.open(url=url_for(tmp_path), timeout=NEVER) for _ in range(4)]
+            several = [await stack.enter_async_context(each) for each in opened]
+            taken = await asyncio.gather(*(each.take() for each in several))
             assert taken.count(True) == 1
             assert not await last.take()
             assert last.holder
             waiting = asyncio.create_task(last.wait())
         await asyncio.wait_for(waiting, PATIENCE)
-        assert last.epoch > max(lease.epoch for lease in leases) > 0
+        assert last.epoch > max(each.epoch for each in several) > 0
 
 
-async def test_a_holder_whose_beat_stands_still_loses_the_lease_and_learns_it(lease_of):
-    first, second = await lease_of(), await lease_of(ttl=0.0)
+async def test_a_holder_whose_beat_stands_still_loses_the_leadership_and_learns_it(leadership_of):
+    first, second = await leadership_of(), await leadership_of(timeout=0.0)
     assert await first.take()
     assert await second.take()
     assert second.epoch > first.epoch > 0
-    first._ttl = SOON
+    first._timeout = SOON
     await asyncio.wait_for(first.lost(), PATIENCE)
 
 
-async def test_a_holder_is_newer_than_all_before_it_also_in_another_database(lease_of):
+async def test_a_holder_is_newer_than_all_before_it_also_in_another_database(leadership_of):
     """As with an epoch of SQLite that an agent remembers, or after an older dump."""
-    first, second = await lease_of(), await lease_of()
+    first, second = await leadership_of(), await leadership_of()
     assert await first.take()
-    assert first.epoch > epoch_without_lease()
+    assert first.epoch > epoch_without_leader()
     with first._engine.begin() as connection:
-        connection.execute(update(gateway_lease).values(epoch=5, holder=""))
+        connection.execute(update(leader).values(epoch=5, holder=""))
     assert await second.take()
     assert second.epoch > first.epoch
 
 
-async def test_a_clock_that_was_set_back_makes_no_holder_older(lease_of, monkeypatch):
-    first, second = await lease_of(), await lease_of(ttl=0.0)
+async def test_a_clock_that_was_set_back_makes_no_holder_older(leadership_of, monkeypatch):
+    first, second = await leadership_of(), await leadership_of(timeout=0.0)
     assert await first.take()
-    monkeypatch.setattr("gateway.storage.lease.time.time", lambda: 1.0)
+    monkeypatch.setattr("gateway.storage.leadership.time.time", lambda: 1.0)
     assert await second.take()
     assert second.epoch == first.epoch + 1
 
 
-async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
+async def test_a_holder_that_counts_keeps_the_leadership(leadership_of, monkeypatch):
     """On the waiting gateway's clock, an age passes between looks."""
-    first, second = await lease_of(ttl=SOON), await lease_of(ttl=NEVER)
+    first, second = await leadership_of(timeout=SOON), await leadership_of(timeout=NEVER)
     now = [0.0]
-    monkeypatch.setattr("gateway.storage.lease.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("gateway.storage.leadership.time.monotonic", lambda: now[0])
     assert await first.take()
     assert not await second.take()
     for _ in range(3):
@@ -107,14 +107,14 @@ async def test_a_holder_that_counts_keeps_the_lease(lease_of, monkeypatch):
     assert await second.take()
 
 
-async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, tmp_path):
+async def test_a_leader_that_was_killed_is_replaced_at_once(leadership_of, tmp_path):
     """Even before the parent knows of its end."""
     hold = (
         "import asyncio, sys, time\n"
-        "from gateway.storage.lease import GatewayLease\n"
+        "from gateway.storage.leadership import Leadership\n"
         "async def hold():\n"
-        "    async with GatewayLease.open(url=sys.argv[1], ttl=1e6) as lease:\n"
-        "        print(await lease.take(), flush=True)\n"
+        "    async with Leadership.open(url=sys.argv[1], timeout=1e6) as leadership:\n"
+        "        print(await leadership.take(), flush=True)\n"
         "        await asyncio.sleep(600)\n"
         "asyncio.run(hold())\n"
     )
@@ -123,20 +123,20 @@ async def test_the_lease_of_a_process_that_was_killed_is_free_at_once(lease_of, 
         try:
             while await asyncio.to_thread(process.stdout.readline) != b"True\n":
                 assert process.poll() is None
-            second = await lease_of()
+            second = await leadership_of()
             assert not await second.take()
         finally:
             process.kill()
         await asyncio.wait_for(second.wait(), PATIENCE)
 
 
-async def test_the_database_refuses_what_an_older_gateway_writes(lease_of, tmp_path):
-    first = await lease_of()
+async def test_the_database_refuses_what_an_older_gateway_writes(leadership_of, tmp_path):
+    first = await leadership_of()
     assert await first.take()
     database = Database(url=url_for(tmp_path), data_dir=tmp_path, epoch=first.epoch)
     await database.open()
     await database.write(insert(audit), ROW)
-    assert await (await lease_of(ttl=0.0)).take()
+    assert await (await leadership_of(timeout=0.0)).take()
     with pytest.raises(StorageFailed, match="another gateway has taken over"):
         await database.write(insert(audit), ROW)
     database.write_soon(insert(audit), ROW)
@@ -146,13 +146,13 @@ async def test_the_database_refuses_what_an_older_gateway_writes(lease_of, tmp_p
 
 
 def test_a_standby_is_alive_and_not_ready_until_it_takes_over(tmp_path):
-    with running_gateway(tmp_path, session_ttl=600, lease_ttl=NEVER) as first:
+    with running_gateway(tmp_path, session_ttl=600, leader_timeout=NEVER) as first:
         run = first.run_id(first.session_id())
         with first.http() as client:
             optim_step(client, run, 1)
             result = first.retrieve(f"{run}:1").content
         with (
-            running_gateway(tmp_path, standby=True, long_poll=SOON, lease_ttl=NEVER) as second,
+            running_gateway(tmp_path, standby=True, long_poll=SOON, leader_timeout=NEVER) as second,
             second.http() as client,
         ):
             assert client.get("/api/v1/healthz").json() == {"status": "ok"}
@@ -173,12 +173,12 @@ def test_a_standby_is_alive_and_not_ready_until_it_takes_over(tmp_path):
 
 def test_a_poll_that_reaches_the_standby_is_answered_when_it_takes_over(tmp_path):
     answers = []
-    with running_gateway(tmp_path, session_ttl=600, lease_ttl=NEVER) as first:
+    with running_gateway(tmp_path, session_ttl=600, leader_timeout=NEVER) as first:
         run = first.run_id(first.session_id())
         with first.http() as client:
             optim_step(client, run, 1)
             result = first.retrieve(f"{run}:1").content
-        with running_gateway(tmp_path, standby=True, long_poll=40, lease_ttl=NEVER) as second:
+        with running_gateway(tmp_path, standby=True, long_poll=40, leader_timeout=NEVER) as second:
 
             def poll() -> None:
                 with second.http() as client:
@@ -196,8 +196,8 @@ def test_a_gateway_that_another_one_has_superseded_says_so_and_ends_itself(
     tmp_path, postgres, capfd
 ):
     ended = threading.Event()
-    with running_gateway(tmp_path, lease_ttl=SOON, end=ended.set) as first:
-        newer = update(gateway_lease).values(epoch=gateway_lease.c.epoch + 1, holder="another")
+    with running_gateway(tmp_path, leader_timeout=SOON, end=ended.set) as first:
+        newer = update(leader).values(epoch=leader.c.epoch + 1, holder="another")
         with first.gateway.database._engine.begin() as connection:
             connection.execute(newer)
         assert ended.wait(PATIENCE)
@@ -207,9 +207,9 @@ def test_a_gateway_that_another_one_has_superseded_says_so_and_ends_itself(
             assert (refused.status_code, refused.json()["type"]) == (503, "storage_failed")
 
 
-def test_a_standby_stops_without_the_lease(tmp_path):
-    with running_gateway(tmp_path, lease_ttl=NEVER) as first:
-        with running_gateway(tmp_path, standby=True, lease_ttl=NEVER):
+def test_a_standby_stops_without_having_led(tmp_path):
+    with running_gateway(tmp_path, leader_timeout=NEVER) as first:
+        with running_gateway(tmp_path, standby=True, leader_timeout=NEVER):
             pass
         with first.http() as client:
             assert client.get("/api/v1/readyz").status_code == 200
@@ -217,7 +217,7 @@ def test_a_standby_stops_without_the_lease(tmp_path):
 
 
 async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
-    """The lease holder makes it."""
+    """The leader makes it."""
     (key := tmp_path / "key").write_text(f"tml-{'a' * 32}")
     settings = settings_for(tmp_path, host="0.0.0.0", bootstrap_key_file=key)
 
@@ -234,31 +234,29 @@ async def test_gateways_that_start_at_once_make_one_bootstrap_key(tmp_path):
     assert [(row["name"], row["revoked_at"]) for row in rows] == [("bootstrap-key", None)]
 
 
-async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(lease_of, tmp_path):
+async def test_keys_are_not_changed_beside_a_gateway_that_does_not_know(leadership_of, tmp_path):
     from gateway.admin.offline_keys import KeysRequest, answer
 
-    holder = await lease_of(ttl=SOON)
+    holder = await leadership_of(timeout=SOON)
     assert await holder.take()
     serving = asyncio.create_task(holder.lost())
-    settings = settings_for(tmp_path, database_url=url_for(tmp_path), lease_ttl=NEVER)
+    settings = settings_for(tmp_path, database_url=url_for(tmp_path), leader_timeout=NEVER)
     with pytest.raises(InvalidRequest, match="a gateway uses the database"):
         await answer(KeysRequest(action="list"), settings)
     serving.cancel()
 
 
-async def test_keys_are_changed_where_a_dump_has_the_lease_of_a_gateway_elsewhere(
-    lease_of, tmp_path
-):
+async def test_keys_are_changed_where_a_dump_names_a_leader_elsewhere(leadership_of, tmp_path):
     from gateway.admin.offline_keys import KeysRequest, answer
 
-    holder = await lease_of()
+    holder = await leadership_of()
     assert await holder.take()
-    settings = settings_for(tmp_path, database_url=url_for(tmp_path), lease_ttl=SOON)
+    settings = settings_for(tmp_path, database_url=url_for(tmp_path), leader_timeout=SOON)
     assert await answer(KeysRequest(action="list"), settings) == {"keys": []}
 
 
-async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, monkeypatch):
-    first, second = await lease_of(ttl=SOON), await lease_of(ttl=NEVER)
+async def test_a_leader_stays_the_leader_while_the_database_is_away(leadership_of, monkeypatch):
+    first, second = await leadership_of(timeout=SOON), await leadership_of(timeout=NEVER)
     assert await first.take()
     away, asked, take = [True], [], second.take
 
@@ -270,7 +268,7 @@ async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, 
 
     assert not await second.take()
     monkeypatch.setattr(second, "take", take_or_fail)
-    monkeypatch.setattr("gateway.storage.lease._POLL", 0.01)
+    monkeypatch.setattr("gateway.storage.leadership._POLL", 0.01)
     second._seen_at -= 2 * NEVER
     waiting = asyncio.create_task(second.wait())
     await until(lambda: asked.count(True) > 1)
@@ -283,7 +281,7 @@ async def test_a_database_that_is_away_takes_no_lease_from_its_holder(lease_of, 
 def test_a_frozen_gateway_is_taken_over_from_and_ends_itself_when_it_goes_on(tmp_path):
     """In processes. The supervised first one becomes the second's standby."""
     data_dir = tmp_path / "data"
-    shared = {"database_url": url_for(data_dir), "lease_ttl": "4", "port": "0"}
+    shared = {"database_url": url_for(data_dir), "leader_timeout": "4", "port": "0"}
     variables = {f"TANDEM_{name.upper()}": value for name, value in shared.items()}
     with (
         (tmp_path / "second.log").open("wb") as log,

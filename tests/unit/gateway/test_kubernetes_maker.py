@@ -105,9 +105,9 @@ def test_a_start_that_no_settings_allow_says_why(tmp_path):
 def test_a_gateways_takeover_may_not_outlast_the_life_of_its_workers(tmp_path):
     make = partial(make_launchers, epoch=Epoch(number=1, superseded=lambda: None))
     chosen = settings(tmp_path)
-    with pytest.raises(InvalidRequest, match=r"for 600 s; lower TANDEM_LEASE_TTL"):
-        make(chosen.model_copy(update={"lease_ttl": 540}))
-    make(chosen.model_copy(update={"lease_ttl": 539}))
+    with pytest.raises(InvalidRequest, match=r"for 600 s; lower TANDEM_LEADER_TIMEOUT"):
+        make(chosen.model_copy(update={"leader_timeout": 540}))
+    make(chosen.model_copy(update={"leader_timeout": 539}))
 
 
 def test_settings_without_an_authority_or_a_namespace_are_refused(tmp_path):

@@ -310,10 +310,10 @@ def kubernetes_launcher(settings: GatewaySettings, epoch: Epoch) -> KubernetesLa
             "TANDEM_LAUNCHER=kubernetes needs TANDEM_TLS_DIR, the certificate authority that signs "
             "the workers' certificates; `tandem tls create` makes one"
         )
-    if settings.lease_ttl + _FIRST_LIST >= LIFELINE:
+    if settings.leader_timeout + _FIRST_LIST >= LIFELINE:
         raise InvalidRequest(
             f"workers end themselves when no gateway has called them for {LIFELINE:g} s; lower "
-            "TANDEM_LEASE_TTL, so that a takeover takes less"
+            "TANDEM_LEADER_TIMEOUT, so that a takeover takes less"
         )
     home = Home(
         settings=cluster,

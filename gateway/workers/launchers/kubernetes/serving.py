@@ -1,7 +1,7 @@
 """The label of the serving gateway's pod.
 
-All replicas are ready when their process answers, or no rolling upgrade would end. Only the lease
-holder serves, so it moves this label to its own pod, and the Service selects by it."""
+All replicas are ready when their process answers, or no rolling upgrade would end. Only the leader
+serves, so it moves this label to its own pod, and the Service selects by it."""
 
 from __future__ import annotations
 

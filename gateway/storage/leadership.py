@@ -1,11 +1,11 @@
-"""The lease: it decides which gateway uses a PostgreSQL database. SQLite needs none, because the
-data directory has a lock.
+"""Leadership: one gateway uses a PostgreSQL database, the leader. SQLite needs no leader, because
+the data directory has a lock.
 
-One row holds an epoch, which each holder raises, and a beat, which the holder counts up. The epoch
+One row holds an epoch, which each leader raises, and a beat, which the leader counts up. The epoch
 is at least the time in milliseconds, so agents recognize the newest gateway even after a restored
-backup. A gateway takes the lease when it was given back, when the holder is an ended process of
-this machine, or when the beat stood still for `ttl` seconds of its own clock. A gateway that lost
-it cannot write, because each transaction checks the epoch, and ends itself at its next beat."""
+backup. A gateway becomes the leader when the last one resigned, when that one is an ended process
+of this machine, or when the beat stood still for `timeout` seconds of its own clock. A superseded
+leader cannot write, because each transaction checks the epoch. It ends itself at its next beat."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import make_engine, typed
-from gateway.storage.tables import gateway_lease
+from gateway.storage.tables import leader
 from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
 _POLL = 0.5
-"""Seconds between two looks at another gateway's lease."""
+"""Seconds between two looks at another gateway's row."""
 _BEATS = 5
-"""Beats per `ttl`."""
+"""Beats per `timeout`."""
 
 _ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
 """Serializes the table's creation, because PostgreSQL refuses a concurrent one."""
@@ -39,40 +39,40 @@ _ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
 Result = TypeVar("Result")
 
 
-class GatewayLease:
-    """One gateway's right to write the database. `epoch` is set by `take`. `holder` names another
-    holder."""
+class Leadership:
+    """One gateway's right to write the database. `take` sets its `epoch`. `holder` names another
+    leader."""
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, *, url: str, ttl: float) -> AsyncIterator[GatewayLease]:
-        """Connect, and give the lease back at the end of the block."""
-        lease = cls(url=url, ttl=ttl)
+    async def open(cls, *, url: str, timeout: float) -> AsyncIterator[Leadership]:
+        """Connect, and resign at the end of the block."""
+        leadership = cls(url=url, timeout=timeout)
         try:
-            yield lease
+            yield leadership
         finally:
-            await lease._close()
+            await leadership._close()
 
-    def __init__(self, *, url: str, ttl: float) -> None:
+    def __init__(self, *, url: str, timeout: float) -> None:
         self.epoch = 0
         self.holder = ""
-        self._ttl = ttl
+        self._timeout = timeout
         self._name = _this_process()
         self._engine = make_engine(url)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lease")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="leader")
         self._seen: tuple[int, int] | None = None
         self._seen_at = 0.0
         self._log = get_log()
 
     async def take(self) -> bool:
-        """Take the lease if it is free. Raises `StorageFailed`."""
+        """Become the leader if there is none. Raises `StorageFailed`."""
         taken = await self._in_thread(self._take)
         if taken:
-            self._log.info("lease_taken", epoch=self.epoch)
+            self._log.info("leadership_taken", epoch=self.epoch)
         return taken
 
     async def wait(self) -> None:
-        """Wait for the lease. The holder's time does not run while the database is unreachable."""
+        """Wait for leadership. The leader's time does not run while the database is away."""
         while True:
             try:
                 if await self.take():
@@ -82,8 +82,8 @@ class GatewayLease:
             await asyncio.sleep(_POLL)
 
     async def take_unless_used(self) -> bool:
-        """Take the lease even from a dead holder, after `ttl` seconds of watching. Return False as
-        soon as the holder beats. Raises `StorageFailed`."""
+        """Become the leader even after a dead one, after `timeout` seconds of watching. Return
+        False as soon as the leader beats. Raises `StorageFailed`."""
         taken = await self.take()
         seen = self._seen
         while not taken and self._seen == seen:
@@ -92,13 +92,13 @@ class GatewayLease:
         return taken
 
     async def lost(self) -> None:
-        """Beat until another gateway has the lease. An unreachable database is an outage, not a
+        """Beat until another gateway is the leader. An unreachable database is an outage, not a
         loss."""
         while True:
-            await asyncio.sleep(self._ttl / _BEATS)
+            await asyncio.sleep(self._timeout / _BEATS)
             try:
                 if not await self._in_thread(self._beat):
-                    self._log.error("lease_lost", epoch=self.epoch)
+                    self._log.error("leadership_lost", epoch=self.epoch)
                     return
             except StorageFailed:
                 pass  # the writer logs it
@@ -106,9 +106,9 @@ class GatewayLease:
     async def _close(self) -> None:
         if self.epoch:
             try:
-                await self._in_thread(self._give_back)
-            except StorageFailed as error:  # the lease expires
-                self._log.warning("lease_not_given_back", reason=error.message)
+                await self._in_thread(self._resign)
+            except StorageFailed as error:  # it expires
+                self._log.warning("not_resigned", reason=error.message)
         self._thread.shutdown()
         self._engine.dispose()
 
@@ -123,19 +123,19 @@ class GatewayLease:
         return await asyncio.get_running_loop().run_in_executor(self._thread, in_transaction)
 
     def _take(self, connection: Connection) -> bool:
-        if self._seen is None:  # not a migration, because only the holder may migrate
+        if self._seen is None:  # not a migration, because only the leader may migrate
             connection.execute(_ONE_AT_A_TIME)
-            gateway_lease.create(connection, checkfirst=True)
-            connection.execute(insert(gateway_lease).on_conflict_do_nothing(), {})
-        row, table = connection.execute(select(gateway_lease)).one(), gateway_lease.c
+            leader.create(connection, checkfirst=True)
+            connection.execute(insert(leader).on_conflict_do_nothing(), {})
+        row, table = connection.execute(select(leader)).one(), leader.c
         if self._seen != (row.epoch, row.beat):
             self._seen, self._seen_at = (row.epoch, row.beat), time.monotonic()
-        overdue = time.monotonic() - self._seen_at >= self._ttl
+        overdue = time.monotonic() - self._seen_at >= self._timeout
         self.holder = row.holder
         if row.holder and not overdue and not _has_ended(row.holder):
             return False
         same = (table.epoch == row.epoch) & (table.beat == row.beat) & (table.holder == row.holder)
-        change = update(gateway_lease).where(same)
+        change = update(leader).where(same)
         epoch = max(row.epoch + 1, int(time.time() * 1000))
         values = {"epoch": epoch, "beat": 0, "holder": self._name}
         if connection.execute(change.values(values)).rowcount != 1:  # another gateway was faster
@@ -144,13 +144,13 @@ class GatewayLease:
         return True
 
     def _beat(self, connection: Connection) -> bool:
-        mine, beat = gateway_lease.c.epoch == self.epoch, gateway_lease.c.beat
-        change = update(gateway_lease).where(mine).values(beat=beat + 1)
+        mine, beat = leader.c.epoch == self.epoch, leader.c.beat
+        change = update(leader).where(mine).values(beat=beat + 1)
         return connection.execute(change).rowcount == 1
 
-    def _give_back(self, connection: Connection) -> None:
-        mine = gateway_lease.c.epoch == self.epoch
-        connection.execute(update(gateway_lease).where(mine).values(holder=""))
+    def _resign(self, connection: Connection) -> None:
+        mine = leader.c.epoch == self.epoch
+        connection.execute(update(leader).where(mine).values(holder=""))
 
 
 def _this_process() -> str:
@@ -164,7 +164,7 @@ def _machine() -> str:
 
 
 def _has_ended(holder: str) -> bool:
-    """Return whether the holder is a missing or zombie process of this machine."""
+    """Return whether the leader is a missing or zombie process of this machine."""
     machine, pid, created = holder.rsplit(" ", 2)
     if machine != _machine():
         return False
