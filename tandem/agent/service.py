@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]
 
 _KINDS = ("trainer", "sampler")
+_OPTIONS = [*SERVER_OPTIONS, ("grpc.http2.max_ping_strikes", 0)]
+"""Gateways may ping the agent often, so that they notice when it is frozen."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +220,7 @@ async def serving(
     await launcher.groups.end_earlier()
     await asyncio.to_thread(launcher.scratches.remove_all)
     launcher.look_after_scratch()
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[EpochInterceptor()])
+    server = grpc.aio.server(options=_OPTIONS, interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     _listen_here(server, data_dir)
     if listening is not None and certificate is not None:

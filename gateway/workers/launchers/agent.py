@@ -42,6 +42,9 @@ _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
+    # The connection to a frozen agent, or to a vanished host, breaks after the sum of these.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
 ]
 
 
@@ -55,7 +58,7 @@ class AgentLauncher:
 
     A worker is gone when the agent says so, or when a later agent does not know it: an agent
     answers only when nothing is left of the previous agent's workers. A broken connection proves
-    nothing. A call may take `timeout` seconds, and longer for slow starts."""
+    nothing. The one to a frozen agent breaks, too. A call may take `timeout` seconds, and longer for slow starts."""
 
     data_dir: Path
     timeout: float
@@ -287,7 +290,7 @@ class AgentLauncher:
 
 def _unknown(error: grpc.aio.AioRpcError) -> WorkerMayRun:
     reason = (
-        "has ended"
+        "does not answer"
         if error.code() is grpc.StatusCode.UNAVAILABLE
         else f"answered {error.code().name}: {error.details()}"
     )

@@ -241,6 +241,21 @@ async def test_an_agent_that_is_frozen_says_nothing_of_a_worker_that_was_to_end(
             await launcher.stop("w")
 
 
+async def test_a_gateway_notices_that_an_agent_is_frozen_and_that_it_goes_on(tmp_path, monkeypatch):
+    soon = [("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500)]
+    options = gateway.workers.launchers.agent._OPTIONS
+    monkeypatch.setattr(gateway.workers.launchers.agent, "_OPTIONS", [*options, *soon])
+    with running(sys.executable, "-m", "tandem.agent", "--data-dir", str(tmp_path)) as agent:
+        async with gateway_of(tmp_path) as launcher:
+            launcher.watch()
+            await until(lambda: launcher.reports)
+            agent.send_signal(signal.SIGSTOP)
+            await until(lambda: not launcher.reports)
+            agent.send_signal(signal.SIGCONT)
+            await until(lambda: launcher.reports)
+            assert await launcher.list() == []
+
+
 async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_before(tmp_path):
     """A process that ignores its lifeline acts as one that dies slowly."""
     with running("sleep", "600") as survivor:
