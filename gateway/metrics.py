@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Seconds."""
@@ -16,6 +18,22 @@ GROUP_GAUGES = {
     "sleeping_bytes": "Bytes of the workers of a group on the host, as of their last switches.",
     "sleeping_disk_bytes": "Bytes of the workers of a group that are in files while they sleep.",
 }
+
+GroupValues = Callable[[], Mapping[str, Mapping[str, float]]]
+"""Returns the values of `GROUP_GAUGES`, by group."""
+
+
+class _GroupGauges(Collector):
+    def __init__(self, values: GroupValues) -> None:
+        self._values = values
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        values = self._values()
+        for name, text in GROUP_GAUGES.items():
+            gauge = GaugeMetricFamily(f"tandem_gateway_{name}", text, labels=["group"])
+            for group, of_group in values.items():
+                gauge.add_metric([group], of_group[name])
+            yield gauge
 
 
 class Metrics:
@@ -88,15 +106,10 @@ class Metrics:
         self.sleeps_refused = self._counter(
             "sleeps_refused", "Times that a worker stayed awake for lack of room.", "group"
         )
-        self._group_gauges = {
-            name: Gauge(f"tandem_gateway_{name}", text, ["group"], registry=self.registry)
-            for name, text in GROUP_GAUGES.items()
-        }
 
-    def watch_group(self, group: str, values: Mapping[str, Callable[[], float]]) -> None:
-        """Compute a group's `GROUP_GAUGES` at each scrape."""
-        for name, value in values.items():
-            self._group_gauges[name].labels(group).set_function(value)
+    def watch_groups(self, values: GroupValues) -> None:
+        """Compute the `GROUP_GAUGES` of all groups at each scrape."""
+        self.registry.register(_GroupGauges(values))
 
     def watch(self, name: str, help_text: str, value: Callable[[], float]) -> None:
         """Register a gauge that is computed at each scrape."""

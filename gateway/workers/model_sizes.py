@@ -15,7 +15,8 @@ from tandem.weights.model_config import model_files, text_config
 
 _LARGEST_HEADER = 100 * 2**20
 """The largest header of a safetensors file, in bytes."""
-
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+"""Errors of a file that is missing or has another form, such as JSON that is no object."""
 
 _read: dict[Path, ModelSize | str] = {}
 
@@ -52,19 +53,21 @@ def _size_of(path: Path) -> ModelSize:
     try:
         for file in model_files(path):
             shapes |= dict(_shapes(file))
-        config = text_config(path)
-    except (OSError, ValueError, KeyError) as error:
+        size = ModelSize.of(shapes, text_config(path))
+    except _UNREADABLE as error:
         why = without_paths(describe(error))
         raise InvalidRequest(f"the size of the model {path.name} cannot be read: {why}") from error
     if not shapes:
         raise InvalidRequest(f"{path.name} has no safetensors, so that its size is not known")
-    return ModelSize.of(shapes, config)
+    return size
 
 
 def _shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(min(length, _LARGEST_HEADER)))
+    if not isinstance(header, dict):
+        raise ValueError(f"the header of {file.name} is no JSON object")
     for name, entry in header.items():
         if name != "__metadata__":
             yield name, entry["shape"]

@@ -126,7 +126,7 @@ def _unserved_since(overview: Overview, row: WorkerRow) -> float | None:
     needed. None: neither is so."""
     if row.state in ("waiting", "lost", "stopping"):
         return row.since
-    if row.state == "placed":
+    if row.state in ("placed", "starting"):
         return overview.silent.get(overview.group_of(row).launcher_of(row.request.kind))
     return None
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from gateway.metrics import Metrics
-from gateway.workers.overview import Overview, WorkerBytes
+from gateway.workers.overview import Overview
 from gateway.workers.table import WorkerRow
 
 
@@ -32,24 +32,21 @@ class WorkerMetrics:
         self._metrics.sleeps_refused.labels(row.group).inc()
 
     def watch(self, groups: Iterable[str], overview: Callable[[], Overview]) -> None:
-        """Compute the gauges of groups at each scrape."""
-        for name in groups:
-            self._metrics.watch_group(name, _gauges(name, overview))
+        """Compute the gauges of groups at each scrape, from one overview."""
+
+        def gauges() -> dict[str, dict[str, float]]:
+            seen = overview()
+            return {name: _gauges(seen, seen.on(seen.groups[name])) for name in groups}
+
+        self._metrics.watch_groups(gauges)
 
 
-def _gauges(name: str, overview: Callable[[], Overview]) -> dict[str, Callable[[], float]]:
-    def count(part: Callable[[Overview, WorkerRow], bool]) -> int:
-        seen = overview()
-        return sum(part(seen, row) for row in seen.rows.values() if row.group == name)
-
-    def total(part: Callable[[WorkerBytes], int]) -> float:
-        seen = overview()
-        return sum(part(seen.bytes_of(row)) for row in seen.rows.values() if row.group == name)
-
+def _gauges(overview: Overview, rows: Sequence[WorkerRow]) -> dict[str, float]:
+    sizes = [overview.bytes_of(row) for row in rows]
     return {
-        "lease_holders": lambda: count(lambda _, row: row.occupies),
-        "lease_waiters": lambda: count(lambda seen, row: seen.demand_of(row).waiting > 0),
-        "resident_bytes": lambda: total(lambda said: said.device),
-        "sleeping_bytes": lambda: total(lambda said: said.host),
-        "sleeping_disk_bytes": lambda: total(lambda said: said.disk),
+        "lease_holders": sum(row.occupies for row in rows),
+        "lease_waiters": sum(overview.demand_of(row).waiting > 0 for row in rows),
+        "resident_bytes": sum(each.device for each in sizes),
+        "sleeping_bytes": sum(each.host for each in sizes),
+        "sleeping_disk_bytes": sum(each.disk for each in sizes),
     }

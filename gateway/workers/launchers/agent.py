@@ -58,7 +58,8 @@ class AgentLauncher:
 
     A worker is gone when the agent says so, or when a later agent does not know it: an agent
     answers only when nothing is left of the previous agent's workers. A broken connection proves
-    nothing. The one to a frozen agent breaks, too. A call may take `timeout` seconds, and longer for slow starts."""
+    nothing. The one to a frozen agent breaks, too. A call may take `timeout` seconds, and longer
+    for slow starts."""
 
     data_dir: Path
     timeout: float

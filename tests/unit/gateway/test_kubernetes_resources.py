@@ -238,9 +238,19 @@ def test_the_size_of_a_model_is_read_from_the_headers_of_its_files(tmp_path):
 def test_a_model_whose_size_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="has no safetensors"):
         read_size(tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0not json")
+    for header in (b"not json", b"[]", b'{"w": []}', b'{"w": {"shape": 3}}', b'{"w": {}}'):
+        length = len(header).to_bytes(8, "little")
+        (tmp_path / "model.safetensors").write_bytes(length + header)
+        with pytest.raises(InvalidRequest, match=r"the size of the model .* cannot be read"):
+            read_size(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "null", "not json"])
+def test_a_model_whose_configuration_is_no_object_is_refused(tmp_path, config):
+    path = a_model(tmp_path, weight=[3, 5])
+    (path / "config.json").write_text(config)
     with pytest.raises(InvalidRequest, match=r"the size of the model .* cannot be read"):
-        read_size(tmp_path)
+        read_size(path)
 
 
 async def test_the_size_of_a_model_that_was_replaced_is_read_before_the_next_run(tmp_path):

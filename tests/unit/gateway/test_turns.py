@@ -197,7 +197,7 @@ def test_a_row_gets_one_step_at_a_time():
     assert decided(leaving, demand={"a": waits()}) == [TakeGroup("a")]
 
 
-@pytest.mark.parametrize("state", ["waiting", "lost", "stopping", "placed"])
+@pytest.mark.parametrize("state", ["waiting", "lost", "stopping", "placed", "starting"])
 def test_calls_of_an_engine_are_refused_when_nobody_could_serve_them_for_the_patience(state):
     about = {"budgets": Budgets(patience=60), "silent": {"agent": 0.0}, "busy": frozenset("h")}
     rows = row("e", state, kind="engine", since=0), row("h", "awake", since=0)
