@@ -55,7 +55,6 @@ from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.launchers.base import Launchers
-from gateway.workers.memory import host_bytes_in_use
 from gateway.workers.processes import Processes
 from gateway.workers.requested import RequestMaker
 from gateway.workers.roster import Roster
@@ -452,7 +451,7 @@ class Gateway:
         watch(
             "host_memory_bytes",
             "Host memory that workers have, or may take in a sleep.",
-            lambda: host_bytes_in_use(self.supervisor.overview()),
+            lambda: self.supervisor.overview().host_bytes_in_use,
         )
         watch(
             "host_memory_budget_bytes",

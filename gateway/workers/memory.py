@@ -24,8 +24,10 @@ def why_not_on_device(
     group = overview.group_of(row)
     if not group.leased:
         return ""
-    others = [each for each in overview.on(group) if each.key != row.key]
-    awake = [each for each in others if each.occupies and each.key not in leaving]
+    awake, asleep = list[WorkerRow](), list[WorkerRow]()
+    for each in overview.on(group):
+        if each.key != row.key and each.has_process:
+            (awake if each.occupies and each.key not in leaving else asleep).append(each)
     if len(awake) >= group.awake:
         return f"{len(awake)} workers are awake on group {group.name}, as many as it allows"
     if not group.device_bytes or not (awake or row.request.device_bytes):
@@ -34,9 +36,8 @@ def why_not_on_device(
         return f"its need is unknown, so it needs group {group.name} alone"
     if any(not each.request.device_bytes for each in awake):
         return f"a worker of unknown need has group {group.name} alone"
-    asleep = [each for each in others if each.has_process and each not in awake]
     needs = sum(each.request.device_bytes + group.context_bytes for each in (row, *awake))
-    left = sum(left_on_device(overview, each) for each in asleep)
+    left = sum(overview.left_on_device(each) for each in asleep)
     if needs + left <= group.device_bytes:
         return ""
     return (
@@ -45,66 +46,40 @@ def why_not_on_device(
     )
 
 
-def left_on_device(overview: Overview, row: WorkerRow) -> int:
-    """Return the bytes that a sleeper leaves on each of its devices.
-
-    An engine cannot measure its own bytes beside those of others, so only its context counts."""
-    group = overview.group_of(row)
-    if group.on_host:
-        return 0
-    state = overview.bytes_of(row).device if _leaves_state(row) else 0
-    return group.context_bytes + state // row.request.ranks
-
-
-def _leaves_state(row: WorkerRow) -> bool:
-    return row.state == "asleep" and row.kind != "engine"
+def lacks_device_bytes(overview: Overview, row: WorkerRow) -> bool:
+    """Whether a worker does not fit beside the bytes that sleepers have left, even alone."""
+    group, need = overview.group_of(row), row.request.device_bytes
+    if not (group.leased and group.device_bytes and need):
+        return False
+    left = overview.left_on_devices[group.name]
+    if row.has_process:
+        left -= overview.left_on_device(row)
+    return need + group.context_bytes + left > group.device_bytes
 
 
 # --- The host -------------------------------------------------------------------------------------
 
 
-def host_bytes(overview: Overview, row: WorkerRow) -> int:
-    """Return a worker's host memory, with the bytes that its present step may take."""
-    if not row.has_process:
-        return 0
-    said, on_host = overview.bytes_of(row), overview.group_of(row).on_host
-    has = row.request.host_bytes
-    if said.measured:
-        has = said.host + (said.device if on_host else 0)
-    if on_host and row.occupies:
-        has = max(has, _awake_bytes(overview, row))
-    return max(has, said.reserved_host)
-
-
-def host_bytes_in_use(overview: Overview) -> int:
-    return sum(host_bytes(overview, row) for row in overview.rows.values())
-
-
 def why_not_on_host(overview: Overview, row: WorkerRow) -> str:
     """Return why the host has no memory to wake a worker, or ""."""
     grows, budget = _growth(overview, row), overview.budgets.host_bytes
-    if not budget or not grows or host_bytes_in_use(overview) + grows <= budget:
+    if not budget or not grows or overview.host_bytes_in_use + grows <= budget:
         return ""
     return host_shortage(overview)
 
 
 def host_shortage(overview: Overview) -> str:
     return (
-        f"workers use {gib(host_bytes_in_use(overview))} of at most "
+        f"workers use {gib(overview.host_bytes_in_use)} of at most "
         f"{gib(overview.budgets.host_bytes)} of host memory (TANDEM_HOST_MEMORY_BYTES)"
     )
-
-
-def _awake_bytes(overview: Overview, row: WorkerRow) -> int:
-    """Return the host memory of an awake worker on cores."""
-    return overview.bytes_of(row).awake or row.request.host_bytes
 
 
 def _growth(overview: Overview, row: WorkerRow) -> int:
     """Return the host memory that a worker takes when it wakes, beyond its present bytes."""
     if not overview.group_of(row).on_host:
         return 0
-    return max(0, _awake_bytes(overview, row) - host_bytes(overview, row))
+    return max(0, overview.awake_bytes(row) - overview.host_bytes(row))
 
 
 def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
@@ -115,10 +90,10 @@ def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
         each for each in overview.rows.values() if each.state == "asleep" and each.key != row.key
     ]
     if why_not_on_host(overview, row):
-        found = [each for each in asleep if host_bytes(overview, each)]
+        found = [each for each in asleep if overview.host_bytes(each)]
     else:
         here = [each for each in asleep if each.group == group.name]
-        found = [each for each in here if left_on_device(overview, each) > group.context_bytes]
+        found = [each for each in here if overview.left_on_device(each) > group.context_bytes]
     return sorted(found, key=lambda each: overview.demand_of(each).served_at)
 
 
@@ -146,9 +121,9 @@ def _to_host(overview: Overview, row: WorkerRow, following: WorkerRow | None) ->
     budget = overview.budgets.host_bytes
     if not budget:
         return SleepPlan("host")
-    has, said = host_bytes(overview, row), overview.bytes_of(row)
+    has, said = overview.host_bytes(row), overview.bytes_of(row)
     grows = _growth(overview, following) if following is not None else 0
-    free = budget - (host_bytes_in_use(overview) - has) - grows
+    free = budget - (overview.host_bytes_in_use - has) - grows
     if overview.group_of(row).on_host:
         return SleepPlan("host") if has <= free else host_shortage(overview)
     if row.kind == "engine":  # it gets no limit

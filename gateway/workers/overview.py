@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -120,6 +121,57 @@ class Overview:
 
     def bytes_of(self, row: WorkerRow) -> WorkerBytes:
         return self.bytes.get(row.key, _NO_BYTES)
+
+    @cached_property
+    def starting(self) -> Counter[str]:
+        """By host, the number of workers that are starting."""
+        rows = (row for row in self.rows.values() if row.state == "starting")
+        return Counter(self.group_of(row).host for row in rows)
+
+    # --- Bytes --------------------------------------------------------------------------------
+
+    def left_on_device(self, row: WorkerRow) -> int:
+        """Return the bytes that a sleeper leaves on each of its devices.
+
+        An engine cannot measure its own bytes beside those of others, so only its context
+        counts."""
+        group = self.group_of(row)
+        if group.on_host:
+            return 0
+        leaves_state = row.state == "asleep" and row.kind != "engine"
+        state = self.bytes_of(row).device if leaves_state else 0
+        return group.context_bytes + state // row.request.ranks
+
+    @cached_property
+    def left_on_devices(self) -> Counter[str]:
+        """By group, the bytes on each device that its workers would leave if all slept."""
+        left: Counter[str] = Counter()
+        for row in self.rows.values():
+            if row.has_process:
+                left[row.group] += self.left_on_device(row)
+        return left
+
+    def host_bytes(self, row: WorkerRow) -> int:
+        """Return a worker's host memory, with the bytes that its present step may take."""
+        if not row.has_process:
+            return 0
+        said, on_host = self.bytes_of(row), self.group_of(row).on_host
+        has = row.request.host_bytes
+        if said.measured:
+            has = said.host + (said.device if on_host else 0)
+        if on_host and row.occupies:
+            has = max(has, self.awake_bytes(row))
+        return max(has, said.reserved_host)
+
+    def awake_bytes(self, row: WorkerRow) -> int:
+        """Return the host memory of an awake worker on cores."""
+        return self.bytes_of(row).awake or row.request.host_bytes
+
+    @cached_property
+    def host_bytes_in_use(self) -> int:
+        return sum(self.host_bytes(row) for row in self.rows.values())
+
+    # --- Changes ------------------------------------------------------------------------------
 
     def is_kept(self, row: WorkerRow) -> bool:
         """Whether a placed trainer keeps this engine."""

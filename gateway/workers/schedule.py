@@ -147,8 +147,8 @@ class WaitReason:
 def explain_wait(
     overview: Overview, row: WorkerRow, *, waiting: Sequence[WorkerRow] | None = None
 ) -> WaitReason | None:
-    """Return why a worker is not awake, or None if it is. `waiting` are the `candidates`, which a
-    caller with many rows finds once."""
+    """Return why a worker is not awake, or None if it is. `waiting` are the `candidates`, or the
+    `queue` of its group, which a caller with many rows finds once."""
     demand = overview.demand_of(row)
     since = demand.waiting_since if demand.waiting else row.since
     seconds = overview.now - since
@@ -157,7 +157,7 @@ def explain_wait(
     if row.state == "waiting":
         return _explain_placing(overview, row, seconds, waiting or candidates(overview))
     if row.state in ("placed", "asleep"):
-        return _explain_turn(overview, row, seconds)
+        return _explain_turn(overview, row, seconds, waiting)
     doing = {
         "awake": f"it makes room for another worker on group {row.group}",
         "starting": "its process is starting",
@@ -190,7 +190,9 @@ def _explain_placing(
     )
 
 
-def _explain_turn(overview: Overview, row: WorkerRow, seconds: float) -> WaitReason:
+def _explain_turn(
+    overview: Overview, row: WorkerRow, seconds: float, waiting: Sequence[WorkerRow] | None
+) -> WaitReason:
     group, demand = overview.group_of(row), overview.demand_of(row)
     failed = f"; it failed before: {row.reason}" if row.reason else ""
     if not demand.waiting:
@@ -200,10 +202,10 @@ def _explain_turn(overview: Overview, row: WorkerRow, seconds: float) -> WaitRea
         return WaitReason(reason=f"it starts again in {rest:.1f} s{failed}", seconds=seconds)
     if row.state == "placed" and (why := why_not_start(overview, row)):
         return WaitReason(reason=why, seconds=seconds)
-    waiting = queue(overview, group)
-    if row not in waiting:
+    keys = [each.key for each in (queue(overview, group) if waiting is None else waiting)]
+    if row.key not in keys:
         return WaitReason(reason="its step under way has to end first", seconds=seconds)
-    position = waiting.index(row) + 1
+    position = keys.index(row.key) + 1
     why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":

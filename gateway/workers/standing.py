@@ -78,8 +78,9 @@ class Standing:
 
 def standings(overview: Overview, group: WorkerGroup) -> list[Standing]:
     """Return the workers of a group: occupying ones, waiting ones in turn, others."""
-    order = {row.key: number for number, row in enumerate(queue(overview, group), start=1)}
-    there = [_standing(overview, row, order.get(row.key, 0)) for row in overview.on(group)]
+    waiting = queue(overview, group)
+    order = {row.key: number for number, row in enumerate(waiting, start=1)}
+    there = [_standing(overview, row, order.get(row.key, 0), waiting) for row in overview.on(group)]
     return sorted(there, key=lambda each: (not each.row.occupies, each.position or len(order) + 1))
 
 
@@ -95,9 +96,9 @@ def _standing(
     overview: Overview,
     row: WorkerRow,
     position: int,
-    applicants: Sequence[WorkerRow] | None = None,
+    waiting: Sequence[WorkerRow],
 ) -> Standing:
-    demand, wait = overview.demand_of(row), explain_wait(overview, row, waiting=applicants)
+    demand, wait = overview.demand_of(row), explain_wait(overview, row, waiting=waiting)
     waits = bool(demand.waiting) or row.state == "waiting"
     seconds = overview.now - row.since if row.occupies else 0.0
     reason = row.reason

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.memory import (
+    lacks_device_bytes,
     sleep_plans,
     sleepers_in_the_way,
     why_not_on_device,
@@ -94,11 +95,7 @@ def why_not_start(overview: Overview, row: WorkerRow) -> str:
         return f"the {launcher} of group {group.name} does not answer"
     if not group.host:
         return ""
-    starting = sum(
-        each.state == "starting" and overview.group_of(each).host == group.host
-        for each in overview.rows.values()
-    )
-    if starting < overview.budgets.starts:
+    if (starting := overview.starting[group.host]) < overview.budgets.starts:
         return ""
     return f"{starting} workers are starting on {group.host}"
 
@@ -121,7 +118,7 @@ def _admit(overview: Overview, group: WorkerGroup) -> Turns:
     for row in queue(overview, group):
         if not _may_begin(overview, row):
             continue  # it waits for a process, not for the devices
-        if _lacks_device_bytes(overview, row):
+        if lacks_device_bytes(overview, row):
             continue  # it waits until a sleeper ends
         if why_not_on_device(overview, row) or _no_host_room(overview, row):
             break
@@ -141,24 +138,16 @@ def _no_host_room(overview: Overview, row: WorkerRow) -> bool:
     return under_way or not is_overdue(overview, row) or bool(sleepers_in_the_way(overview, row))
 
 
-def _lacks_device_bytes(overview: Overview, row: WorkerRow) -> bool:
-    """Whether a worker does not fit beside the bytes that sleepers have left, even alone."""
-    there = overview.on(overview.group_of(row))
-    everybody = frozenset(each.key for each in there if each.occupies)
-    return bool(why_not_on_device(overview, row, leaving=everybody))
-
-
 def _evict(overview: Overview, group: WorkerGroup) -> Turns:
     """End a sleeper if an overdue worker needs its memory."""
     blocked = [
         row
         for row in queue(overview, group)
         if _may_begin(overview, row)
-        and (_lacks_device_bytes(overview, row) or _no_host_room(overview, row))
+        and (lacks_device_bytes(overview, row) or _no_host_room(overview, row))
     ]
     for row in blocked:
-        sleepers = sleepers_in_the_way(overview, row)
-        if not is_overdue(overview, row) or not sleepers:
+        if not is_overdue(overview, row) or not (sleepers := sleepers_in_the_way(overview, row)):
             continue
         if any(sleeper.key in overview.busy for sleeper in sleepers):
             break  # a sleeper ends already
@@ -223,7 +212,7 @@ def _waiting_for_devices(overview: Overview, group: WorkerGroup) -> list[WorkerR
     return [
         row
         for row in queue(overview, group)
-        if _may_begin(overview, row) and not _lacks_device_bytes(overview, row)
+        if _may_begin(overview, row) and not lacks_device_bytes(overview, row)
     ]
 
 
@@ -293,7 +282,7 @@ def _sleeps_at(overview: Overview, row: WorkerRow) -> float:
 def _put_to_sleep(overview: Overview, group: WorkerGroup) -> Turns:
     """Put idle workers to sleep if they yield, or if the policy says so."""
     steps: list[Step] = []
-    again_at = math.inf
+    again_at, waiting = math.inf, _waiting_for_devices(overview, group)
     for row in overview.on(group):
         demand = overview.demand_of(row)
         if not _is_awake(overview, row) or demand.uses:
@@ -302,7 +291,7 @@ def _put_to_sleep(overview: Overview, group: WorkerGroup) -> Turns:
         if at > overview.now:
             again_at = min(again_at, at)
             continue
-        step, overview = _sleep(overview, row, _waiting_for_devices(overview, group))
+        step, overview = _sleep(overview, row, waiting)
         steps.append(step)
     return steps, again_at, overview
 

@@ -10,7 +10,6 @@ from gateway.api.routing import Router
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.memory import host_bytes_in_use
 from gateway.workers.standing import Standing, applicants, standings
 from tandem.errors import UnknownGroup
 
@@ -97,7 +96,7 @@ async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
     return GroupList(
         groups=[_described(group, gateway, caller) for group in gateway.groups()],
         memory=HostMemoryUse(
-            budget_bytes=overview.budgets.host_bytes, used_bytes=host_bytes_in_use(overview)
+            budget_bytes=overview.budgets.host_bytes, used_bytes=overview.host_bytes_in_use
         )
         if caller.role == "admin"
         else None,

@@ -12,7 +12,6 @@ from typing import Any
 from gateway.workers.adapters import Found, Moved
 from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import CONTEXT_BYTES, WorkerGroup
-from gateway.workers.memory import host_bytes_in_use, left_on_device
 from gateway.workers.overview import Budgets, Overview
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
@@ -62,7 +61,7 @@ def check_rules(overview: Overview) -> None:
         if group.device_bytes:
             assert all(needs) or len(needs) == 1, "a worker of unknown need is not alone"
             asleep = [row for row in rows if row.state == "asleep"]
-            left = sum(left_on_device(overview, row) for row in asleep)
+            left = sum(overview.left_on_device(row) for row in asleep)
             used = sum(needs) + group.context_bytes * len(needs) + left
             assert not all(needs) or used <= group.device_bytes, "a device has too little memory"
     for row in overview.rows.values():
@@ -281,7 +280,7 @@ class SupervisedWorld:
 
     @property
     def host_bytes(self) -> int:
-        return host_bytes_in_use(self.supervisor.overview())
+        return self.supervisor.overview().host_bytes_in_use
 
     async def restart(self) -> None:
         await self._opening

@@ -10,7 +10,6 @@ import pytest
 
 from gateway.runs.trainer_host import DevicesLost
 from gateway.workers.carrying_out import ASK_AGAIN_SECONDS
-from gateway.workers.memory import host_bytes_in_use
 from tandem.errors import WorkerStartFailed
 from tests.support.gateway.freezing_launcher import PATIENCE, with_freezing_launcher
 from tests.support.virtual_time import now
@@ -323,7 +322,7 @@ async def test_a_suspended_trainer_of_an_earlier_gateway_counts_with_the_bytes_o
     b = await world.trainer("b")
     async with asyncio.timeout(60), b.host.use():
         overview = world.supervisor.overview()
-        assert (overview.bytes_of(world.row("a")).way, host_bytes_in_use(overview)) == ("host", 5)
+        assert (overview.bytes_of(world.row("a")).way, overview.host_bytes_in_use) == ("host", 5)
 
 
 @with_freezing_launcher

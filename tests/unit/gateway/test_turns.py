@@ -21,6 +21,7 @@ from gateway.workers.steps import (
     TakeGroup,
     WakeWorker,
 )
+from gateway.workers.table import WorkerRow
 from gateway.workers.turns import queue
 from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.overviews import NOW, overview, row, waits, worker_group
@@ -223,3 +224,24 @@ def test_whoever_waits_behind_a_lost_worker_is_told_so():
     assert wait is not None
     assert (wait.position, wait.seconds) == (1, 10)
     assert "neither a worker of group g nor its launcher answers" in wait.reason
+
+
+@pytest.mark.parametrize("state", ["placed", "asleep"])
+@pytest.mark.parametrize("on_host", [True, False])
+def test_a_decision_about_one_large_group_looks_at_each_row_a_few_times(state, on_host):
+    looks = []
+
+    class CountedRow(WorkerRow):
+        @property
+        def has_process(self) -> bool:
+            looks.append(self.key)
+            return super().has_process
+
+    rows = [row("h", "awake", since=990)]
+    rows += [row(f"k{n}", state, device_bytes=GIB, host_bytes=GIB) for n in range(300)]
+    counted = [CountedRow(**vars(each)) for each in rows]
+    demand = {each.key: waits() for each in rows} | {"h": Demand(uses=1)}
+    group = worker_group(device_bytes=80 * GIB, workers=0, on_host=on_host)
+    budgets = Budgets(host_bytes=2**45)
+    schedule(overview(*counted, groups=(group,), demand=demand, budgets=budgets))
+    assert len(looks) < 20 * len(rows)
