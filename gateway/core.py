@@ -49,7 +49,6 @@ from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
 from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
 from gateway.storage.retention import Retention
-from gateway.workers.asks import check_defaults
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
@@ -58,6 +57,7 @@ from gateway.workers.launchers.base import Launchers
 from gateway.workers.processes import Processes
 from gateway.workers.requested import RequestMaker
 from gateway.workers.roster import Roster
+from gateway.workers.run_options import check_defaults
 from gateway.workers.spill import free_on_disk, spill_folder
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import DatabaseTable

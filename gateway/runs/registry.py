@@ -33,9 +33,9 @@ from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs, sessions
-from gateway.workers.asks import Asks, asks_of
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import read_ahead
+from gateway.workers.run_options import RunOptions, options_of
 from tandem.errors import (
     GatewayRestarted,
     InternalError,
@@ -116,7 +116,7 @@ class RunRegistry:
             owner=row["owner"],
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
-            asks=Asks(**row["asks"]),
+            options=RunOptions(**row["asks"]),
             recovery=recovery_of(row["user_metadata"], self.settings),
             dispatcher=Dispatcher(end=self.journal.end),
         )
@@ -151,8 +151,8 @@ class RunRegistry:
         """Start a run and return the request_id of operation 0, its creation. It ends when the
         trainer is ready and has loaded the checkpoint, if any.
 
-        `user_metadata` may choose the recovery (`recovery_of`) and the resources (`asks_of`),
-        an `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
+        `user_metadata` may choose the recovery (`recovery_of`) and the options (`options_of`), an
+        `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
         the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`, `InvalidRequest`
         (also for an untrainable model or missing devices), `PermissionDenied` and
         `SessionFinished`."""
@@ -176,7 +176,7 @@ class RunRegistry:
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
             self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
-            asks = asks_of(
+            options = options_of(
                 user_metadata,
                 session.user_metadata,
                 model=model.name,
@@ -185,15 +185,15 @@ class RunRegistry:
                 admin=admin,
                 training=training,
             )
-            _check_divided(config, model.name, ranks=asks.tensor_parallel)
-            _check_sharded(config, model.name, asks)
+            _check_divided(config, model.name, ranks=options.tensor_parallel)
+            _check_sharded(config, model.name, options)
             run = Run(
                 id=run_id,
                 session_id=session_id,
                 owner=session.owner,
                 model=model,
-                training=asks.training(training),
-                asks=asks,
+                training=options.training(training),
+                options=options,
                 recovery=recovery,
                 dispatcher=Dispatcher(end=self.journal.end),
             )
@@ -213,7 +213,7 @@ class RunRegistry:
                 "base_model": model.name,
                 "model": vars(model) | {"path": relative_path(Path(model.path), self._data_dir)},
                 "training": run.training.model_dump(),
-                "asks": run.asks.model_dump(),
+                "asks": run.options.model_dump(),
                 "host": host.key,
                 "owner": session.owner,
                 "project_id": session.project_id,
@@ -280,10 +280,10 @@ def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> No
         )
 
 
-def _check_sharded(config: Mapping[str, object], name: str, asks: Asks) -> None:
+def _check_sharded(config: Mapping[str, object], name: str, options: RunOptions) -> None:
     """Raise `InvalidRequest` if this many ranks cannot hold a copy of the model."""
-    shards = asks.shards or 1
-    if reason := why_unsharded(config, ranks=shards, divided=asks.tensor_parallel):
+    shards = options.shards or 1
+    if reason := why_unsharded(config, ranks=shards, divided=options.tensor_parallel):
         raise InvalidRequest(
             f"a copy of the model {name} cannot be on {shards} ranks: {reason}. Choose fewer "
             "(tandem.shards)"

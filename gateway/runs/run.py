@@ -80,7 +80,7 @@ class Run(HostedRun):
     def publishes_deltas(self) -> bool:
         """Whether versions for its own sampler may be deltas. `auto` means bfloat16, because a
         small step changes few bfloat16 values."""
-        wanted = self.asks.delta
+        wanted = self.options.delta
         return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
     @property

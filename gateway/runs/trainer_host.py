@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs import dispatcher
 from gateway.runs.operations import Kind
-from gateway.workers.asks import Asks
 from gateway.workers.clients import CallOrder, TrainerClient, WorkerUnavailable
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions
 from gateway.workers.standing import reason_of_wait
 from gateway.workers.supervisor import StepMark, Supervisor
 from gateway.workers.table import WorkerRow
@@ -51,7 +51,7 @@ class DevicesLost(WorkerUnavailable):
 
 @dataclass(eq=False, kw_only=True)
 class HostedRun:
-    """A run as its trainer sees it. `asks` are the requested resources. `about` is the trainer's
+    """A run as its trainer sees it. `options` are its settled options. `about` is the trainer's
     description of itself."""
 
     id: str
@@ -59,7 +59,7 @@ class HostedRun:
     owner: str
     model: BaseModelEntry
     training: TrainingSpec
-    asks: Asks = field(default_factory=Asks)
+    options: RunOptions = field(default_factory=RunOptions)
     about: trainer_pb2.DescribeTrainerReply = field(
         default_factory=trainer_pb2.DescribeTrainerReply
     )
@@ -153,7 +153,7 @@ class TrainerHost:
         wanting = [*self._joining, *self.runs]
         run = next((self.runs[run_id] for run_id in wanting if run_id in self.runs), self.first)
         self._began_with = run.id
-        trainer = run.asks.trainer_settings(self._settings)
+        trainer = run.options.trainer_settings(self._settings)
         if row.request.device_bytes and not group.on_host and group.awake != 1:
             trainer = trainer.model_copy(update={"memory_bytes": row.request.device_bytes})
         return WorkerSpec(

@@ -43,13 +43,13 @@ class TrainerHosts:
     def for_new(self, run: Run) -> TrainerHost:
         """Return the trainer of a new run: a shared one, or its own. Raises `InvalidRequest` if no
         group can have it."""
-        sampler = self._sampler_of(run) if run.asks.sampler else ""
+        sampler = self._sampler_of(run) if run.options.sampler else ""
         engines = self._engines(run, sampler)
         request = self._request(run, key=run.id, engines=engines)
-        if run.asks.share == "always" or not self._is_place_free(request):
+        if run.options.share == "always" or not self._is_place_free(request):
             for host in self._hosts.values():
                 if self._suits(host, run):
-                    if run.asks.sampler:
+                    if run.options.sampler:
                         self.samplers.lend(host.sampler, run.session_id, run.model)
                     return self._joined(host, run)
         self.supervisor.check([request, *engines])
@@ -61,10 +61,10 @@ class TrainerHosts:
             row = self.supervisor.roster.rows.get(key)
             kept = row.request.together if row is not None else ()
             sampler = sampler_of(kept[0]) if kept else ""
-            if row is None and run.asks.sampler:
+            if row is None and run.options.sampler:
                 sampler = self._sampler_of(run)
             host = self._made(key, run, sampler)
-        if host.group is not None and host.sampler and run.asks.sampler:
+        if host.group is not None and host.sampler and run.options.sampler:
             self.samplers.lend(host.sampler, run.session_id, run.model)
         return self._joined(host, run)
 
@@ -101,7 +101,7 @@ class TrainerHosts:
         """Return the requests of the engines that a run keeps."""
         if not sampler:
             return []
-        return self.samplers.engine_requests(sampler, run.asks, owner=run.owner, model=run.model)
+        return self.samplers.engine_requests(sampler, run.options, owner=run.owner, model=run.model)
 
     def _request(self, run: Run, *, key: str, engines: list[WorkerRequest]) -> WorkerRequest:
         return self.requests.trainer(
@@ -109,7 +109,7 @@ class TrainerHosts:
             owner=run.owner,
             session=run.session_id,
             model=run.model.path,
-            asks=run.asks,
+            options=run.options,
             training=run.training,
             engines=[engine.key for engine in engines],
         )
@@ -132,20 +132,20 @@ class TrainerHosts:
 
     def _suits(self, host: TrainerHost, run: Run) -> bool:
         first, sharing = host.first, self.settings.sharing
-        same_group = run.asks.group in ("", first.asks.group) or (
-            host.group is not None and host.group.is_meant_by(run.asks.group)
+        same_group = run.options.group in ("", first.options.group) or (
+            host.group is not None and host.group.is_meant_by(run.options.group)
         )
         return (
             first.training.lora is not None
             and run.training.lora is not None
-            and "never" not in (first.asks.share, run.asks.share)
-            and (first.asks.backend == _SHARES or first.about.shares)
+            and "never" not in (first.options.share, run.options.share)
+            and (first.options.backend == _SHARES or first.about.shares)
             and (first.owner == run.owner or sharing.across_owners)
             and (first.model.name, first.model.path) == (run.model.name, run.model.path)
             and _computed_as(first) == _computed_as(run)
             and same_group
             and len(host.runs) < MOST_RUNS
-            and (not run.asks.sampler or self._samples_for(host, run))
+            and (not run.options.sampler or self._samples_for(host, run))
         )
 
     def _samples_for(self, host: TrainerHost, run: Run) -> bool:
@@ -163,7 +163,7 @@ class TrainerHosts:
 
 
 def _computed_as(run: HostedRun) -> tuple[object, ...]:
-    asks = run.asks
-    computed = (asks.backend, asks.dtype, asks.compile, asks.priority)
-    held = (asks.ranks, asks.shards, asks.tensor_parallel, asks.offload)
-    return (*computed, *held, asks.sampler_group, asks.replicas, asks.sampler_ranks)
+    options = run.options
+    computed = (options.backend, options.dtype, options.compile, options.priority)
+    held = (options.ranks, options.shards, options.tensor_parallel, options.offload)
+    return (*computed, *held, options.sampler_group, options.replicas, options.sampler_ranks)

@@ -18,13 +18,13 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import relative_version_folder
 from gateway.owners.usage.meter import TimeShares
-from gateway.workers.asks import Asks
 from gateway.workers.clients import EXIT_REPORT_PATIENCE
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.needs import engine_share
 from gateway.workers.processes import Processes
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.standing import are_side_by_side, reason_of_wait
 from gateway.workers.supervisor import Supervisor
@@ -66,7 +66,7 @@ class SamplerEngine:
     model: BaseModelEntry
     max_lora_rank: int
     settings: SamplerSettings
-    asks: Asks
+    options: RunOptions
     supervisor: Supervisor
     adapter: EngineAdapter
     processes: Processes
@@ -120,7 +120,7 @@ class SamplerEngine:
     @property
     def ranks(self) -> int:
         """The number of devices over which its weights are split."""
-        return self.asks.sampler_ranks
+        return self.options.sampler_ranks
 
     @property
     def process(self) -> str:

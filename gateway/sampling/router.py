@@ -19,12 +19,12 @@ from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
-from gateway.workers.asks import Asks, asks_of, sampled_on_cpu
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.model_sizes import read_ahead
 from gateway.workers.processes import Processes
 from gateway.workers.requested import RequestMaker, engine_key
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions, options_of, sampled_on_cpu
 from gateway.workers.sampler_client import Tell
 from gateway.workers.standing import engines_of
 from gateway.workers.supervisor import Supervisor
@@ -166,13 +166,13 @@ class SamplerRouter:
 
     def check_model(self, session_id: str, model_name: str) -> None:
         """Raise `InvalidRequest` if all the session's engines would be on a CPU and vLLM cannot
-        compute the model's head size there. Raises `SessionFinished`, and as `asks_of`."""
+        compute the model's head size there. Raises `SessionFinished`, and as `options_of`."""
         session = self.sessions.require(session_id)
         model = next((each for each in self.models.all() if each.name == model_name), None)
         if model is None:
             return
-        asks = self._asks_of(session, model_name)
-        if not sampled_on_cpu(asks, self.requests.groups()):
+        options = self._options_of(session, model_name)
+        if not sampled_on_cpu(options, self.requests.groups()):
             return
         config: Mapping[str, object] = {}
         with suppress(OSError, ValueError):  # the load reports these errors
@@ -193,7 +193,7 @@ class SamplerRouter:
                 self._check_engines(sampler.owner, adding=replicas - had)
                 sampler.replicas.resize(min(replicas, back))
             requests = self.engine_requests(
-                key, first.asks, owner=sampler.owner, model=sampler.model, replicas=replicas
+                key, first.options, owner=sampler.owner, model=sampler.model, replicas=replicas
             )
             held = self.supervisor.held_by(key)
             try:
@@ -211,7 +211,7 @@ class SamplerRouter:
     def engine_requests(
         self,
         key: str,
-        asks: Asks,
+        options: RunOptions,
         *,
         owner: str,
         model: BaseModelEntry,
@@ -220,7 +220,7 @@ class SamplerRouter:
         """Return the requests for a sampler's engines: `replicas`, or else its present number, or
         else the wanted number."""
         parsed = SamplerKey.parse(key)
-        number = replicas or self._replicas_of(key, asked=asks.replicas)
+        number = replicas or self._replicas_of(key, asked=options.replicas)
         keys = [engine_key(key, each) for each in range(number)]
         return [
             self.requests.engine(
@@ -229,7 +229,7 @@ class SamplerRouter:
                 owner=owner,
                 session=parsed.session_id,
                 model=model.path,
-                asks=asks,
+                options=options,
                 max_lora_rank=parsed.max_lora_rank,
                 together=keys,
             )
@@ -320,10 +320,12 @@ class SamplerRouter:
         """Create a sampler for its session, or for `user` if that has ended. If `limited`, raises
         `LimitExceeded` above the owner's number of engines."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
-        asks = self._asks_of(session, model.name)
+        options = self._options_of(session, model.name)
         # A run of the session may have asked for more, or the sampler was scaled.
-        replicas = self._replicas_of(str(key), asked=asks.replicas)
-        requests = partial(self.engine_requests, str(key), asks, owner=session.owner, model=model)
+        replicas = self._replicas_of(str(key), asked=options.replicas)
+        requests = partial(
+            self.engine_requests, str(key), options, owner=session.owner, model=model
+        )
         if limited:
             self._check_engines(session.owner, adding=replicas)
             self.supervisor.check(requests(replicas=replicas))
@@ -337,7 +339,7 @@ class SamplerRouter:
             settings=SamplerSettings.of(
                 self.settings.sampler, operation_timeout=self.settings.operation_timeout
             ),
-            asks=asks,
+            options=options,
             supervisor=self.supervisor,
             adapter=self.adapter,
             processes=self.processes,
@@ -358,8 +360,8 @@ class SamplerRouter:
         sampler.replicas.resize(replicas)
         return sampler
 
-    def _asks_of(self, session: Session, model_name: str) -> Asks:
-        return asks_of(
+    def _options_of(self, session: Session, model_name: str) -> RunOptions:
+        return options_of(
             None,
             session.user_metadata,
             model=model_name,

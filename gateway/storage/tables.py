@@ -93,7 +93,7 @@ runs = Table(
     Column("session_id", String(64), nullable=False),
     Column("base_model", String(200), nullable=False),
     Column("training", JSON, nullable=False),  # a tandem.protocol.worker.TrainingSpec
-    # A gateway.workers.asks.Asks. None if the run only has a copied checkpoint.
+    # The RunOptions. None if the run only has a copied checkpoint.
     Column("asks", JSON),
     # The id of the run that started its trainer. LoRA runs may share one.
     Column("host", String(100), nullable=False, default=""),

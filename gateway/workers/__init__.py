@@ -6,9 +6,9 @@ waiting rows, `turns` gives devices to placed rows, and `memory` counts bytes. T
 carries the steps out (`carrying_out`) through `adapters`, keeps rows and calls in memory (`roster`,
 `demand`), and is the interface for callers.
 
-`asks` reads a session's wishes. `requested` makes requests of them, with the `needs` of the model.
-`declared_groups` reads the groups from the settings. `standing` answers questions about an
-overview, and `worker_metrics` counts.
+`run_options` reads the options of a run and its session. `requested` makes requests of them, with
+the `needs` of the model. `declared_groups` reads the groups from the settings. `standing` answers
+questions about an overview, and `worker_metrics` counts.
 
 `processes` are the running workers. `launchers` start and stop them. `trainer_adapter` and
 `engine_adapter` (`process_adapter`) carry steps to them. `heartbeats` finds silent ones, and

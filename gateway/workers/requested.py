@@ -1,4 +1,4 @@
-"""The requests of runs and samplers: their asks, and the needs of their models.
+"""The requests of runs and samplers, from their options and the needs of their models.
 
 Explicit bytes count. Otherwise the launcher prepares them, from the headers of the model
 (`gateway.workers.needs`)."""
@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from gateway.workers.asks import Asks
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import known_size
 from gateway.workers.needs import Needs, Prepare, engine_needs, trainer_needs
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions
 from tandem.backends.memory import ModelSize
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.gateway import GatewaySettings
@@ -47,19 +47,19 @@ class RequestMaker:
         owner: str,
         session: str,
         model: str,
-        asks: Asks,
+        options: RunOptions,
         training: TrainingSpec,
         engines: Sequence[str],
     ) -> WorkerRequest:
         """Return the request of a trainer of the model at a path. It gets its group at one moment
         with these engines."""
-        may_share = training.lora is not None and asks.share != "never"
+        may_share = training.lora is not None and options.share != "never"
 
         def needs_on(group: WorkerGroup, size: ModelSize) -> Needs:
             return trainer_needs(
                 size,
                 group=group,
-                trainer=asks.trainer_settings(self.settings),
+                trainer=options.trainer_settings(self.settings),
                 training=training,
                 snapshots=self.settings.recovery_enabled,
                 runs=MOST_RUNS if may_share else 1,
@@ -71,13 +71,13 @@ class RequestMaker:
             owner=owner,
             session=session,
             model=model,
-            ranks=asks.ranks,
-            device_bytes=asks.memory,
-            host_bytes=asks.host_memory,
-            groups=(asks.group,) if asks.group else (),
-            priority=asks.priority,
+            ranks=options.ranks,
+            device_bytes=options.memory,
+            host_bytes=options.host_memory,
+            groups=(options.group,) if options.group else (),
+            priority=options.priority,
             together=tuple(engines),
-            start_timeout=asks.trainer_start_timeout,
+            start_timeout=options.trainer_start_timeout,
         )
         return self._with_needs(request, needs_on)
 
@@ -89,12 +89,12 @@ class RequestMaker:
         owner: str,
         session: str,
         model: str,
-        asks: Asks,
+        options: RunOptions,
         max_lora_rank: int,
         together: Sequence[str] = (),
     ) -> WorkerRequest:
         settings = SamplerSettings.of(self.settings.sampler).model_copy(
-            update={"ranks": asks.sampler_ranks, "max_lora_rank": max_lora_rank}
+            update={"ranks": options.sampler_ranks, "max_lora_rank": max_lora_rank}
         )
         request = WorkerRequest(
             key=key,
@@ -102,14 +102,14 @@ class RequestMaker:
             owner=owner,
             session=session,
             model=model,
-            ranks=asks.sampler_ranks,
-            device_bytes=asks.sampler_memory,
-            host_bytes=asks.sampler_host_memory,
-            groups=(asks.sampler_group,) if asks.sampler_group else (),
-            priority=asks.priority,
+            ranks=options.sampler_ranks,
+            device_bytes=options.sampler_memory,
+            host_bytes=options.sampler_host_memory,
+            groups=(options.sampler_group,) if options.sampler_group else (),
+            priority=options.priority,
             together=tuple(together),
             sampler=sampler,
-            start_timeout=asks.start_timeout,
+            start_timeout=options.start_timeout,
         )
         return self._with_needs(
             request, lambda group, size: engine_needs(size, group=group, sampler=settings)

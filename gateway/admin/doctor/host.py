@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from gateway.admin.doctor.check import Check, Level, gib, judge
-from gateway.workers.asks import check_defaults
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.run_options import check_defaults
 from tandem.agent.host import Host, driver_version
 from tandem.agent.suspender import PROGRAM, CudaCheckpoint
 from tandem.errors import InvalidRequest

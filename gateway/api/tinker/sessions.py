@@ -26,7 +26,7 @@ from gateway.owners.sessions.queries import Cursor, EndReason, SessionFilters, S
 from gateway.owners.sessions.registry import Metadata, NewSession
 from gateway.owners.usage.trace_exports import PREFIX
 from gateway.runs.record import Storage
-from gateway.workers.asks import asks_of
+from gateway.workers.run_options import options_of
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 from tandem.settings.chosen_names import Label
 
@@ -165,7 +165,7 @@ async def create_session(
     """Begin a session. An SDK that is too old is refused. An untested one gets a warning for its
     log."""
     warning = check_sdk_version(body.sdk_version)
-    asks_of(
+    options_of(
         None,
         body.user_metadata,
         model="",

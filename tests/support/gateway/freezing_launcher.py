@@ -21,7 +21,6 @@ from gateway.metrics import Metrics
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.recovery.restoration import Restoration
 from gateway.runs.trainer_host import TrainerHost
-from gateway.workers.asks import Asks
 from gateway.workers.clients import TrainerClient
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
@@ -30,6 +29,7 @@ from gateway.workers.overview import Budgets
 from gateway.workers.processes import Processes
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
+from gateway.workers.run_options import RunOptions
 from gateway.workers.table import WorkerRow
 from gateway.workers.trainer_adapter import TrainerAdapter
 from tandem.errors import CannotSleep, WorkerMayRun
@@ -230,7 +230,7 @@ class Trainer:
             model=self.world.model,
             training=TrainingSpec(),
             parent="",
-            asks=Asks(),
+            options=RunOptions(),
             log=None,
             restoring="",
         )

@@ -9,12 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from gateway.workers.adapters import Found, Moved
-from gateway.workers.asks import Asks
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets
 from gateway.workers.requested import engine_key
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
+from gateway.workers.run_options import RunOptions
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
 from tandem.settings.sharing import SharingSettings
@@ -135,9 +135,9 @@ class PlacesWorld:
         """The keys of the rows in the table with a group."""
         return {key for key, row in self.table.rows.items() if row.group}
 
-    def run(self, owner: str = "ann", run_id: str = "", **asks: Any) -> PlacedRun:
+    def run(self, owner: str = "ann", run_id: str = "", **options: Any) -> PlacedRun:
         self.number += 1
-        return PlacedRun(self, owner, run_id or f"run-{self.number}", Asks(**asks))
+        return PlacedRun(self, owner, run_id or f"run-{self.number}", RunOptions(**options))
 
     def engine(self, owner: str = "ann", **values: Any) -> PlacedEngine:
         self.number += 1
@@ -172,27 +172,30 @@ class _Placed(Asking):
 
 
 class PlacedRun(_Placed):
-    def __init__(self, world: PlacesWorld, owner: str, run_id: str, asks: Asks) -> None:
-        self.world, self.owner, self.key, self.asks = world, owner, run_id, asks
+    def __init__(self, world: PlacesWorld, owner: str, run_id: str, options: RunOptions) -> None:
+        self.world, self.owner, self.key, self.options = world, owner, run_id, options
         self.sampler = f"sampler-of-{run_id}"
 
     def as_ask(self) -> list[WorkerRequest]:
-        asks = self.asks
-        numbers = range(asks.replicas if asks.sampler else 0)
+        options = self.options
+        numbers = range(options.replicas if options.sampler else 0)
         engines = [engine_key(self.sampler, number) for number in numbers]
         trainer = WorkerRequest(
             key=self.key,
             kind="trainer",
             owner=self.owner,
             session="s",
-            ranks=asks.ranks,
-            device_bytes=asks.memory,
-            host_bytes=asks.host_memory,
-            groups=(asks.group,) if asks.group else (),
-            priority=asks.priority,
+            ranks=options.ranks,
+            device_bytes=options.memory,
+            host_bytes=options.host_memory,
+            groups=(options.group,) if options.group else (),
+            priority=options.priority,
             together=tuple(engines),
         )
-        return [trainer, *(engine_request(self.sampler, key, self.owner, asks) for key in engines)]
+        return [
+            trainer,
+            *(engine_request(self.sampler, key, self.owner, options) for key in engines),
+        ]
 
     async def take(self) -> None:
         trainer, *engines = self.as_ask()
@@ -219,15 +222,15 @@ class PlacedEngine(_Placed):
 
     def __init__(
         self, world: PlacesWorld, owner: str, key: str, *, idle: bool = False,
-        used_at: float = 0.0, asks: Asks = Asks()  # noqa: B008
+        used_at: float = 0.0, options: RunOptions = RunOptions()  # noqa: B008
     ) -> None:  # fmt: skip
-        self.world, self.owner, self.key, self.asks = world, owner, key, asks
+        self.world, self.owner, self.key, self.options = world, owner, key, options
         self.will_be_idle, self.used_at = idle, used_at
         self.using: asyncio.Task[AbstractAsyncContextManager[WorkerRow]] | None = None
         self.served = False
 
     def as_ask(self) -> list[WorkerRequest]:
-        return [engine_request(self.key, self.key, self.owner, self.asks)]
+        return [engine_request(self.key, self.key, self.owner, self.options)]
 
     async def take(self) -> None:
         await self.supervisor.place(self.as_ask(), holder="session")
@@ -267,16 +270,16 @@ class PlacedEngine(_Placed):
         return self.served and row is not None and (row.ends_as == "waiting" or not row.group)
 
 
-def engine_request(sampler: str, key: str, owner: str, asks: Asks) -> WorkerRequest:
+def engine_request(sampler: str, key: str, owner: str, options: RunOptions) -> WorkerRequest:
     return WorkerRequest(
         key=key,
         kind="engine",
         owner=owner,
         session="s",
-        ranks=asks.sampler_ranks,
-        device_bytes=asks.sampler_memory,
-        host_bytes=asks.sampler_host_memory,
-        groups=(asks.sampler_group,) if asks.sampler_group else (),
-        priority=asks.priority,
+        ranks=options.sampler_ranks,
+        device_bytes=options.sampler_memory,
+        host_bytes=options.sampler_host_memory,
+        groups=(options.sampler_group,) if options.sampler_group else (),
+        priority=options.priority,
         sampler=sampler,
     )

@@ -18,8 +18,8 @@ from gateway.runs.runner import OperationRunner
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.storage.futures.table import Future, Result
-from gateway.workers.asks import Asks
 from gateway.workers.clients import CallOrder, TrainerClient
+from gateway.workers.run_options import RunOptions
 from gateway.workers.sampler_client import SamplerClient
 from tandem.errors import OperationTimedOut
 from tandem.settings.gateway import GatewaySettings
@@ -80,7 +80,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         owner="o",
         model=SimpleNamespace(name="m"),
         about=SimpleNamespace(ranks=1),
-        asks=Asks(),
+        options=RunOptions(),
         log=None,
         snapshot_asked="",
     )

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.run import Run
-from gateway.workers.asks import Asks
+from gateway.workers.run_options import RunOptions
 from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
 
@@ -65,7 +65,7 @@ def test_which_runs_publish_deltas(delta: str, dtype: str, published: bool):
         model=None,
         training=TrainingSpec(),
         dispatcher=None,
-        asks=Asks(delta=delta),
+        options=RunOptions(delta=delta),
         about=trainer_pb2.DescribeTrainerReply(dtype=dtype),
     )
     assert run.publishes_deltas is published

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from gateway.workers.asks import Asks
 from gateway.workers.declared_groups import group_of_claim, groups_of
 from gateway.workers.launchers.kubernetes.resources import pod_request, resources_of, table
 from gateway.workers.model_sizes import known_size, read_ahead, read_size
 from gateway.workers.needs import Needs, engine_needs, trainer_needs
 from gateway.workers.requested import RequestMaker
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions
 from tandem.agent.host import Host
 from tandem.backends.memory import ModelSize
 from tandem.errors import InvalidRequest
@@ -289,12 +289,16 @@ def test_the_request_of_a_run_that_says_nothing_covers_each_group_that_it_may_ge
     )
     about = {"key": "", "owner": "", "session": "", "model": str(path)}
 
-    def of_trainer(**asks) -> int:
-        made = maker.trainer(**about, asks=Asks(**asks), training=TrainingSpec(), engines=())
+    def of_trainer(**options) -> int:
+        made = maker.trainer(
+            **about, options=RunOptions(**options), training=TrainingSpec(), engines=()
+        )
         return made.host_bytes
 
-    def of_engine(**asks) -> int:
-        return maker.engine(**about, sampler="", asks=Asks(**asks), max_lora_rank=0).host_bytes
+    def of_engine(**options) -> int:
+        return maker.engine(
+            **about, sampler="", options=RunOptions(**options), max_lora_rank=0
+        ).host_bytes
 
     with pytest.raises(InvalidRequest, match=r"the size of the model .* is not known"):
         of_trainer()

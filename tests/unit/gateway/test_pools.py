@@ -10,11 +10,11 @@ from pathlib import Path
 import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see what there is
 import pytest
 
-from gateway.workers.asks import Asks, asks_of
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.launchers.kubernetes.objects import Home, render_worker
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from gateway.workers.run_options import RunOptions, options_of
 from gateway.workers.table import WorkerRow
 from tandem.agent.host import Host
 from tandem.errors import InvalidRequest
@@ -82,9 +82,9 @@ def test_an_engine_may_have_all_devices_of_a_claim():
     settings = pods(TRAIN, SAMPLE | {"devices": 2})
     there = groups_of(settings, Host())
 
-    def asked(ranks: int) -> Asks:
+    def asked(ranks: int) -> RunOptions:
         metadata = {"tandem.sampler_ranks": str(ranks)}
-        return asks_of(
+        return options_of(
             metadata,
             None,
             model="tiny",
@@ -135,9 +135,9 @@ async def room(*pools: dict[str, object]) -> PlacesWorld:
     return await PlacesWorld(*groups(*pools)).open()
 
 
-async def placed(there: PlacesWorld, number: int, **asks: object) -> list[str] | str:
+async def placed(there: PlacesWorld, number: int, **options: object) -> list[str] | str:
     """Place a run with its sampler. Return their groups, or the reason against it."""
-    run = await there.run(run_id=f"run-{number}", **asks).ask()
+    run = await there.run(run_id=f"run-{number}", **options).ask()
     if not run.has:
         return run.why
     rows = there.supervisor.roster.rows
@@ -162,7 +162,7 @@ def test_what_no_pool_gives_is_said_of_the_pools_and_not_of_each_claim():
     about = {"model": "m", "settings": settings, "groups": groups_of(settings, Host())}
     for asked in ({"tandem.ranks": 7}, {"tandem.group": "elsewhere"}):
         with pytest.raises(InvalidRequest) as raised:
-            asks_of(asked, None, admin=False, training=TrainingSpec(), **about)
+            options_of(asked, None, admin=False, training=TrainingSpec(), **about)
         assert raised.value.message.count("train") < 5
 
 

@@ -13,8 +13,8 @@ from gateway.metrics import Metrics
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future, Result
-from gateway.workers.asks import Asks
 from gateway.workers.overview import Overview
+from gateway.workers.run_options import RunOptions
 from tandem.settings.sharing import SharingSettings
 from tandem.settings.workers import SamplerSettings
 from tandem.v1 import sampler_pb2
@@ -41,7 +41,7 @@ def sampler():
         model=model,
         max_lora_rank=0,
         settings=SamplerSettings(),
-        asks=Asks(),
+        options=RunOptions(),
         supervisor=supervisor,
         adapter=MagicMock(),
         processes=MagicMock(),

@@ -11,9 +11,9 @@ import pytest
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs.trainer_hosts import TrainerHosts
-from gateway.workers.asks import Asks
 from gateway.workers.needs import with_needs
 from gateway.workers.requested import RequestMaker
+from gateway.workers.run_options import RunOptions
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
@@ -39,7 +39,7 @@ class Samplers:
     def takes_adapters(self, key: str, *, rank: int) -> bool:
         return rank <= 16 and key != self.busy
 
-    def engine_requests(self, sampler: str, asks: Asks, **_about: object) -> list[object]:
+    def engine_requests(self, sampler: str, options: RunOptions, **_about: object) -> list[object]:
         return []
 
     async def release_unused(self, key: str) -> None:
@@ -81,7 +81,7 @@ class World:
         owner: str = "ann",
         model: BaseModelEntry = MODEL,
         rank: int | None = 8,
-        **asks: Any,
+        **options: Any,
     ) -> Any:
         lora = None if rank is None else LoraSpec(rank=rank)
         return SimpleNamespace(
@@ -90,7 +90,7 @@ class World:
             owner=owner,
             model=model,
             training=TrainingSpec(lora=lora),
-            asks=Asks(**{"share": self.settings.sharing.lora_runs, **asks}),
+            options=RunOptions(**{"share": self.settings.sharing.lora_runs, **options}),
             trainer=None,
             about=trainer_pb2.DescribeTrainerReply(),
         )

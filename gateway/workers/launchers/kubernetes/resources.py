@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from gateway.workers.asks import default_asks
 from gateway.workers.declared_groups import group_of_claim
 from gateway.workers.model_sizes import read_size
 from gateway.workers.needs import Needs
 from gateway.workers.requested import RequestMaker
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import default_options
 from tandem.errors import TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
@@ -99,7 +99,7 @@ def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
 def _examples(
     path: Path, settings: GatewaySettings, pool: ClaimPoolSettings
 ) -> Iterator[tuple[str, WorkerSpec]]:
-    asks, group = default_asks(settings), group_of_claim(pool, 0)
+    options, group = default_options(settings), group_of_claim(pool, 0)
     maker = RequestMaker(
         settings=settings, groups=lambda: (group,), prepare=partial(pod_request, pools=[pool])
     )
@@ -111,18 +111,18 @@ def _examples(
         model_name=path.name,
         model_path=str(path),
         session_id="",
-        trainer=asks.trainer_settings(settings),
+        trainer=options.trainer_settings(settings),
     )
     lora = LoraSpec()
-    ranks = f"{asks.ranks} rank{'' if asks.ranks == 1 else 's'}"
+    ranks = f"{options.ranks} rank{'' if options.ranks == 1 else 's'}"
     for trained, training in (
         ("all parameters", TrainingSpec()),
         (f"adapters of rank {lora.rank}", TrainingSpec(lora=lora)),
     ):
-        request = maker.trainer(**about, asks=asks, training=training, engines=())
+        request = maker.trainer(**about, options=options, training=training, engines=())
         memory = {"host_memory": request.host_bytes}
         yield f"trainer with {ranks}, of {trained}", spec.model_copy(update=memory)
-    request = maker.engine(**about, sampler="", asks=asks, max_lora_rank=0)
+    request = maker.engine(**about, sampler="", options=options, max_lora_rank=0)
     sampler: dict[str, object] = {
         "kind": "sampler",
         "trainer": None,

@@ -1,4 +1,4 @@
-"""Asks in the metadata of runs and sessions."""
+"""Options in the metadata of runs and sessions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.workers.asks import asks_of, check_defaults
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.run_options import check_defaults, options_of
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
@@ -37,7 +37,7 @@ def asked(
     settings=SETTINGS,
     training=FULL,
 ):
-    return asks_of(
+    return options_of(
         run,
         session,
         model=model,
@@ -52,20 +52,25 @@ def test_who_asks_for_nothing_gets_the_defaults_of_the_platform():
     settings = GatewaySettings(
         trainer={"ranks": 2, "dtype": "bfloat16", "backend": "other"}, worker_start_timeout=7
     )
-    asks = asked({"purpose": "a test", "tandem_training": "full"}, settings=settings)
-    assert (asks.ranks, asks.dtype, asks.backend, asks.start_timeout) == (2, "bfloat16", "other", 7)
-    assert (asks.group, asks.sampler, asks.memory, asks.priority) == ("", True, 0, 0)
+    options = asked({"purpose": "a test", "tandem_training": "full"}, settings=settings)
+    assert (options.ranks, options.dtype, options.backend, options.start_timeout) == (
+        2,
+        "bfloat16",
+        "other",
+        7,
+    )
+    assert (options.group, options.sampler, options.memory, options.priority) == ("", True, 0, 0)
 
 
 def test_a_run_counts_before_its_session_and_that_before_the_defaults_of_the_model():
     assert asked(model="large").ranks == 2
     assert asked(session={"tandem.ranks": "1"}, model="large").ranks == 1
-    asks = asked({"tandem.ranks": "2"}, {"tandem.ranks": "1", "tandem.dtype": "float32"})
-    assert (asks.ranks, asks.dtype) == (2, "float32")
+    options = asked({"tandem.ranks": "2"}, {"tandem.ranks": "1", "tandem.dtype": "float32"})
+    assert (options.ranks, options.dtype) == (2, "float32")
 
 
 def test_every_name_is_understood_as_the_text_that_a_client_sends():
-    asks = asked(
+    options = asked(
         {
             "tandem.ranks": "2",
             "tandem.shards": "2",
@@ -91,16 +96,20 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.recovery": "off",
         }
     )
-    assert (asks.memory, asks.host_memory, asks.sampler_host_memory) == (2**34, 1024, 2**31)
-    assert (asks.sampler, asks.priority, asks.start_timeout) == (False, -3, 600.0)
-    assert asks.replicas == 3
-    assert asks.trainer_settings(SETTINGS).compile == "on"
-    assert asks.trainer_start_timeout == 1200.0, "with the time to compile"
-    assert (asks.share, asks.delta) == ("always", "off")
-    training = asks.training(TrainingSpec())
+    assert (options.memory, options.host_memory, options.sampler_host_memory) == (
+        2**34,
+        1024,
+        2**31,
+    )
+    assert (options.sampler, options.priority, options.start_timeout) == (False, -3, 600.0)
+    assert options.replicas == 3
+    assert options.trainer_settings(SETTINGS).compile == "on"
+    assert options.trainer_start_timeout == 1200.0, "with the time to compile"
+    assert (options.share, options.delta) == ("always", "off")
+    training = options.training(TrainingSpec())
     assert (training.states, training.offload) == ("bfloat16", "moments")
     assert training.layout == Layout(replicas=1, tensor_parallel=2)
-    trainer = asks.trainer_settings(GatewaySettings(trainer={"threads": 3}, operation_timeout=9))
+    trainer = options.trainer_settings(GatewaySettings(trainer={"threads": 3}, operation_timeout=9))
     assert trainer.operation_timeout == 9
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
     assert trainer.memory_bytes == 2**34
@@ -109,8 +118,8 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
 def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_settings():
     settings = GatewaySettings(trainer={"memory_bytes": 2**33})
     for metadata, expected in (({}, 2**33), ({"tandem.memory": "16G"}, 16 * 10**9)):
-        asks = asked(metadata)
-        assert asks.trainer_settings(settings).memory_bytes == expected
+        options = asked(metadata)
+        assert options.trainer_settings(settings).memory_bytes == expected
 
 
 @pytest.mark.parametrize(
@@ -282,8 +291,8 @@ def test_states_are_of_runs_that_train_all_parameters_by_adamw(kind):
 
 def test_frozen_weights_under_adapters_can_be_on_the_host_and_those_of_dimuon_cannot():
     asked = {"tandem.offload": "weights"}
-    asks = settled(asked, None, OTHERS["adapters"])
-    training = asks.training(OTHERS["adapters"])
+    options = settled(asked, None, OTHERS["adapters"])
+    training = options.training(OTHERS["adapters"])
     assert training.weights_on_host and not training.moments_on_host
     assert settled(None, asked, OTHERS["by dimuon"]).offload == "none"
     with pytest.raises(InvalidRequest, match=r"offload is weights, .* trains by dimuon"):
