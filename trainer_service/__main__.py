@@ -113,7 +113,7 @@ class _Worker:
         code = await self._live(engine, server, ranks, stop=stop, broken=broken)
         # Give a recent abort time to reach its caller.
         await server.stop(0.5 if code else 0.0)
-        ranks.end(self._failure)
+        ranks.end_worker(self._failure)
         return code
 
     async def _live(

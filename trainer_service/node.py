@@ -56,7 +56,7 @@ def _follow(spec: WorkerSpec, topology: Topology) -> None:
     member = Member(spec, topology, devices=devices)
     reason = "it failed"
     try:
-        member.run()
+        member.follow_first_node()
         reason = ""
     except TandemError as error:
         reason = error.message
@@ -66,7 +66,7 @@ def _follow(spec: WorkerSpec, topology: Topology) -> None:
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        member.end(reason)
+        member.end_worker(reason)
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -46,11 +46,11 @@ def test_snapshots_are_copied_to_the_same_pinned_memory(tmp_path) -> None:
         large = [each for each in first.values() if each.nbytes >= 2**20]
         assert large and all(each.is_pinned() for each in large)
         places = {name: each.data_ptr() for name, each in first.items()}
-        staging.end(first)
+        staging.end_copy(first)
         second = staging.copy(state)
         assert {name: each.data_ptr() for name, each in second.items()} == places
         assert all(torch.equal(second[name], state[name].cpu()) for name in state)
-        staging.end(second)
+        staging.end_copy(second)
         staging.free()
         del first, second, large
         gc.collect()

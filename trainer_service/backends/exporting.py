@@ -49,7 +49,7 @@ class WholeWeights:
                     found.append(Export(name, tuple(tensor.shape), tensor.dtype, unit))
         return found
 
-    def of(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    def tensors_of(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in persistent_buffers(self._model).items():
             if name in units:
                 yield name, buffer.detach()

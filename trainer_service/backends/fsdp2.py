@@ -354,7 +354,7 @@ class Fsdp2Backend(TrainerBackend):
     def logprobs(self, micro_batch: MicroBatch, *, gradients: bool) -> Tensor:
         self._choose_checkpointing(micro_batch)
         with torch.set_grad_enabled(gradients):
-            chosen = self._logprobs.of(micro_batch)
+            chosen = self._logprobs.logprobs_of(micro_batch)
         if not gradients:
             # Without a backward pass nothing reshards the root, and after the next step a forward
             # pass would use the old weights.
@@ -437,7 +437,7 @@ class Fsdp2Backend(TrainerBackend):
         return self._whole_weights.exports
 
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-        return self._whole_weights.of(units)
+        return self._whole_weights.tensors_of(units)
 
     def export_adapter(self) -> Mapping[str, Tensor]:
         return {} if self._world.rank else self._adapters.files()

@@ -55,7 +55,7 @@ class TokenLogprobs:
             logits_of, rows = _as_they_are, sys.maxsize
         self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
 
-    def of(self, micro_batch: MicroBatch) -> Tensor:
+    def logprobs_of(self, micro_batch: MicroBatch) -> Tensor:
         """Log probabilities of the targets, float32 [e], differentiable if gradients are on."""
         chosen = self._logprobs(self._hidden_of(micro_batch), self._targets_of(micro_batch))
         chosen = chosen.reshape(-1)

@@ -62,7 +62,7 @@ class DenseBudget:
         self._cells = cells
         self._left = cells
 
-    def take(self, cells: int, *, where: str) -> None:
+    def spend_cells(self, cells: int, *, where: str) -> None:
         """Raise `LossInputShape` if fewer than `cells` are left."""
         if cells > self._left:
             raise LossInputShape(
@@ -103,7 +103,7 @@ def densify(
         or ((column < 0) | (column >= columns)).any()
     ):
         raise LossInputShape(f"{where}: the sparse arrays do not describe a {rows}x{columns} one")
-    budget.take(rows * columns, where=where)
+    budget.spend_cells(rows * columns, where=where)
     row = np.repeat(np.arange(rows), counts)
     if (np.diff(row * columns + column) <= 0).any():
         raise LossInputShape(f"{where}: the columns of a row must rise, each once")
@@ -130,7 +130,7 @@ class InputReader:
     budget: DenseBudget
     read: dict[str, Float32Array] = field(default_factory=dict)
 
-    def add(self, given: Input) -> None:
+    def read_input(self, given: Input) -> None:
         """Add the input to `read`, unless it is absent and optional. Raises a `UserError`."""
         sizes = self.lengths * np.maximum(self.trailing, 1)
         present = [given.name in datum.loss_fn_inputs for datum in self.data]

@@ -133,7 +133,7 @@ def validate(
                 for index, datum in enumerate(message.data)
             )
         else:
-            reader.add(given)
+            reader.read_input(given)
     totals = Totals(
         datums=len(lengths),
         entries=len(targets),

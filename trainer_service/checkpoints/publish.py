@@ -256,7 +256,7 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
         adapter_card(base=config.base_model, lora=lora, targets=targets, tied=ties_head(base.path))
     )
     copies = copy_small_files(base.path, partial.path, adapter=True)
-    return [*copies, config.write(partial.path), card]
+    return [*copies, config.write_config(partial.path), card]
 
 
 def _new_file(

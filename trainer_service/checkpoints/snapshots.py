@@ -57,7 +57,7 @@ class Snapshots:
             return ""
         return path
 
-    def take(self, path: str, header: common_pb2.OperationHeader) -> None:
+    def take_snapshot(self, path: str, header: common_pb2.OperationHeader) -> None:
         """Copy the state after the operation of `header`. Start writing it to `path`, if any."""
         if not path:
             return
@@ -71,7 +71,7 @@ class Snapshots:
             try:
                 return self._write(copied, record, path=Path(path), pause=pause)
             finally:
-                self._staging.end(copied)
+                self._staging.end_copy(copied)
 
         newest = self._newest
         self._thread.submit(write).add_done_callback(lambda written: self._end(written, newest))

@@ -44,7 +44,7 @@ class Staging:
             self._read = self._stager.stage(dict(state))
         return self._read
 
-    def end(self, copy: Copy) -> None:
+    def end_copy(self, copy: Copy) -> None:
         if copy is self._read:
             self._read = None
 

@@ -74,7 +74,7 @@ class Offload:
     def asleep(self) -> bool:
         return self._moved is not None
 
-    def check(self) -> None:
+    def check_can_sleep(self) -> None:
         """Raise `CannotSleep` if a backend cannot sleep."""
         for backend in self._backends():
             if Capability.SLEEP not in backend.capabilities:
@@ -111,7 +111,7 @@ class Offload:
         self._moved = moved
         gc.collect()  # reference cycles may hold tensors
         memory.give_back()
-        return self.describe(bytes_moved=moved.bytes)
+        return self.switch_reply(bytes_moved=moved.bytes)
 
     def wake(self) -> common_pb2.SwitchReply:
         """Fill the storages again. After `OutOfMemory` or `StorageFailed`, the rank sleeps on."""
@@ -131,9 +131,9 @@ class Offload:
         if moved.file is not None:
             moved.file.close()  # it has no name, so closing deletes it
         self._moved = None
-        return self.describe(bytes_moved=moved.bytes)
+        return self.switch_reply(bytes_moved=moved.bytes)
 
-    def describe(self, *, bytes_moved: int = 0) -> common_pb2.SwitchReply:
+    def switch_reply(self, *, bytes_moved: int = 0) -> common_pb2.SwitchReply:
         reply = common_pb2.SwitchReply(
             bytes_moved=bytes_moved,
             device_bytes=sum(each.nbytes() for each in _storages(self._tensors())),

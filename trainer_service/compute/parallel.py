@@ -50,7 +50,12 @@ class ParallelMicroBatches:
         futures = [
             # No collectives have to match here, so empty micro-batches are skipped.
             self._pool.submit(
-                compute_share, backend, batch, tuple(filter(None, share)), keep=mine.add, done=done
+                compute_share,
+                backend,
+                batch,
+                tuple(filter(None, share)),
+                keep=mine.add_loss,
+                done=done,
             )
             for share, mine in zip(plan, held, strict=True)
         ]
@@ -67,6 +72,6 @@ class _SeparateGradients:
         self._gradients = gradients
         self.total: Gradients = []
 
-    def add(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         found = self._gradients(loss)
         self.total = add_gradients(self.total, found) if self.total else found

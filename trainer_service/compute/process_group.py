@@ -131,7 +131,7 @@ def bring_up(
             log_level=spec.log_level,
         )
         for node, interface in enumerate(interfaces)
-        for rank in topology.of(node)
+        for rank in topology.ranks_of(node)
     ]
     for assignment in assignments[1:]:
         others.assign(assignment.rank, assignment.model_dump_json())

@@ -31,9 +31,9 @@ class Topology:
 
     @property
     def local(self) -> range:
-        return self.of(self.node)
+        return self.ranks_of(self.node)
 
-    def of(self, node: int) -> range:
+    def ranks_of(self, node: int) -> range:
         return range(node * self.on_each, (node + 1) * self.on_each)
 
     def node_of(self, rank: int) -> int:

@@ -37,9 +37,9 @@ class BatchProgress:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.end()
+        self.end_batch()
 
-    def begin(self, seq_id: int) -> None:
+    def begin_batch(self, seq_id: int) -> None:
         with self._lock:
             self._seq_id, self._began = seq_id, time.perf_counter()
 
@@ -47,7 +47,7 @@ class BatchProgress:
         with self._lock:
             self._tokens, self._share, self._done = tokens, share, 0
 
-    def add(self, tokens: int) -> None:
+    def count_tokens(self, tokens: int) -> None:
         with self._lock:
             self._done += tokens
 
@@ -59,7 +59,7 @@ class BatchProgress:
         with self._lock:
             self._compiling = False
 
-    def end(self) -> None:
+    def end_batch(self) -> None:
         with self._lock:
             self._seq_id, self._began, self._compiling = 0, 0.0, False
             self._tokens, self._share, self._done = 0, 0, 0
@@ -225,7 +225,9 @@ class RankTrainer:
             share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
         )
         if self._parallel:
-            results = self._parallel.compute(self.backend, batch, plan, done=self.progress.add)
+            results = self._parallel.compute(
+                self.backend, batch, plan, done=self.progress.count_tokens
+            )
         else:
             results = self._compute_on_ranks(batch, plan)
         loss = batch.loss
@@ -264,7 +266,9 @@ class RankTrainer:
 
     def _compute_on_ranks(self, batch: Batch, plan: Sequence[RankPlan]) -> list[ShareResult]:
         """Compute this rank's share. Rank 0 gets all shares in order."""
-        mine = self.backend.forward_backward(batch, plan[self._my_share], done=self.progress.add)
+        mine = self.backend.forward_backward(
+            batch, plan[self._my_share], done=self.progress.count_tokens
+        )
         numbers = np.concatenate([mine.sums, mine.maxima])
         width = numbers.nbytes
         counts = [int(sum(batch.sizes[list(part)].sum() for part in share)) for share in plan]

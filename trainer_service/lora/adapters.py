@@ -45,7 +45,7 @@ class Adapter:
     scale: float
 
     @classmethod
-    def of(
+    def of_layer(
         cls,
         layer: nn.Linear | LoraLinear,
         *,
@@ -221,7 +221,7 @@ def new_adapters(
 
     Each A depends only on the seed and the layer's name."""
     return {
-        name: Adapter.of(
+        name: Adapter.of_layer(
             layer,
             rank=spec.rank,
             scale=spec.alpha / spec.rank,
@@ -284,7 +284,7 @@ class AdapterConfig:
     alpha: float
     targets: Sequence[str]
 
-    def write(self, directory: Path) -> Path:
+    def write_config(self, directory: Path) -> Path:
         """Write every setting of PEFT's, so that its defaults do not matter."""
         path = directory / CONFIG_NAME
         whole = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha

@@ -182,7 +182,7 @@ class _Sums:
         self.of_hidden = torch.empty_like(hidden)
         self._totals: list[Tensor | None] = [None] * len(parameters)
 
-    def add(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
+    def add_chunk(self, part: slice, targets: Tensor, gradient_of: GradientOf) -> Tensor:
         """Add a chunk's gradients. Return its log probabilities [n, K]."""
         with torch.enable_grad():
             hidden = self._hidden[part].detach().requires_grad_()
@@ -228,7 +228,7 @@ class _MadeAgain(torch.autograd.Function):  # type: ignore[misc]
         sums = _Sums(ctx.head, hidden, ctx.parameters)
         for part in ctx.head.chunks(len(hidden)):
             of_chunk = gradient[part]
-            sums.add(part, targets, functools.partial(_known, of_chunk))
+            sums.add_chunk(part, targets, functools.partial(_known, of_chunk))
         return (None, None, sums.of_hidden, *sums.of_parameters)
 
 
@@ -263,7 +263,7 @@ class _MadeAtOnce(torch.autograd.Function):  # type: ignore[misc]
                 gradient[places] = gradient_of(logprobs)[first:last]
                 return gradient.view_as(found)
 
-            sums.add(part, targets, gradient_of_chunk)
+            sums.add_chunk(part, targets, gradient_of_chunk)
         ctx.save_for_backward(sums.of_hidden, *sums.of_parameters)
         ctx.mark_non_differentiable(logprobs)
         return logprobs, logprobs.new_zeros(())

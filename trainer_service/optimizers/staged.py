@@ -41,7 +41,7 @@ class Positions:
     width: int = 1
     stride: int = 1
 
-    def of(self, start: int, end: int, *, device: torch.device) -> Tensor:
+    def between(self, start: int, end: int, *, device: torch.device) -> Tensor:
         """Positions of the elements from `start` to `end`, int64 [end - start], modulo 2^32."""
         found = torch.arange(start, end, device=device)
         if self.width != self.stride:
@@ -69,7 +69,7 @@ class _Slice:
     start: int
     end: int
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def slice_of(self, tensor: Tensor) -> Tensor:
         return local(tensor).reshape(-1)[self.start : self.end]
 
 
@@ -171,10 +171,10 @@ def _step(
     piece: Sequence[_Slice], settings: AdamWSettings, *, device: torch.device, number: int
 ) -> None:
     """`number`: optimizer steps before this one."""
-    weights = [each.of(each.kept.parameter) for each in piece]
-    gradients = [each.of(_gradient(each.kept.parameter)) for each in piece]
-    averages = [each.of(each.kept.exp_avg) for each in piece]
-    squares = [each.of(each.kept.exp_avg_sq) for each in piece]
+    weights = [each.slice_of(each.kept.parameter) for each in piece]
+    gradients = [each.slice_of(_gradient(each.kept.parameter)) for each in piece]
+    averages = [each.slice_of(each.kept.exp_avg) for each in piece]
+    squares = [each.slice_of(each.kept.exp_avg_sq) for each in piece]
     steps = torch.stack([each.kept.step for each in piece]).to(device)
     staged = [_staged(each, device) for each in (weights, gradients, averages, squares)]
     adamw(
@@ -237,7 +237,7 @@ def random_bits(
     """Sixteen random bits per position, int32 [end - start].
 
     The hash is "lowbias32" (C. Wellons, nullprogram.com/blog/2018/07/31)."""
-    x = positions.of(start, end, device=device).add_(key).to(torch.int32)
+    x = positions.between(start, end, device=device).add_(key).to(torch.int32)
     x ^= (x >> 16) & 0xFFFF
     x *= 0x7FEB352D
     x ^= (x >> 15) & 0x1FFFF

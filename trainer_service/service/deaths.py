@@ -32,7 +32,7 @@ class RankReport(BaseModel):
     defect: bool = False
 
     @classmethod
-    def of(cls, error: BaseException) -> RankReport:
+    def of_error(cls, error: BaseException) -> RankReport:
         from trainer_service.batches.memory import MicroBatchTooLarge  # imports torch
 
         if isinstance(error, MicroBatchTooLarge):
@@ -114,7 +114,7 @@ class Deaths:
         self._deaths: list[Death] = []
         self._changed = threading.Condition()
 
-    def add(self, death: Death) -> None:
+    def add_death(self, death: Death) -> None:
         with self._changed:
             first = not self._deaths
             self._deaths.append(death)

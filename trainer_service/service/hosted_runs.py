@@ -43,7 +43,7 @@ class HostedRuns:
     def heartbeat(self) -> None:
         self._control.heartbeat()
 
-    def find(self, run_id: str) -> Operations:
+    def operations_of(self, run_id: str) -> Operations:
         """Return a run's operations, from any thread. Use `take_turn` to call them."""
         return self._runs[run_id]
 
@@ -57,12 +57,12 @@ class HostedRuns:
         for run in self._runs.values():
             run.release()
 
-    def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
+    def describe_run(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         about = self._runs[run_id].describe()
         about.run_ids.extend(self._runs)
         return about
 
-    def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
+    def add_run(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
         """Refusals are in the reply, so that other runs continue."""
         training = TrainingSpec.model_validate_json(request.training)
         try:
@@ -74,7 +74,7 @@ class HostedRuns:
                 )
         except (UserError, OutOfMemory) as error:
             return trainer_pb2.AddRunReply(failure=error.to_failure())
-        return trainer_pb2.AddRunReply(about=self.describe(request.run_id))
+        return trainer_pb2.AddRunReply(about=self.describe_run(request.run_id))
 
     def _add(self, request: trainer_pb2.AddRunRequest, training: TrainingSpec) -> None:
         sibling = next(iter(self._runs.values())).trainer

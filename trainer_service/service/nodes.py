@@ -57,9 +57,11 @@ class PeerRanks:
             where=topology.where,
         )
         self._local = RankProcesses(
-            ranks=topology.local[1:], devices=devices, on_death=self._deaths.add
+            ranks=topology.local[1:], devices=devices, on_death=self._deaths.add_death
         )
-        self._nodes = _OtherNodes(spec, topology, on_death=self._deaths.add) if several else None
+        self._nodes = (
+            _OtherNodes(spec, topology, on_death=self._deaths.add_death) if several else None
+        )
 
     def meet(self) -> list[str]:
         """Wait for all nodes. Return each node's network interface. Raises `WorkerStartFailed`."""
@@ -73,16 +75,16 @@ class PeerRanks:
 
     def cause(self, error: BaseException) -> TandemError:
         """Return why the process group broke, given the error that rank 0 met."""
-        own = Death(returncode=1, report=RankReport.of(error)).cause(self._topology.where(0))
+        own = Death(returncode=1, report=RankReport.of_error(error)).cause(self._topology.where(0))
         if isinstance(own, OutOfMemory) or self._topology.ranks == 1:
             return own
         return self._deaths.cause(timeout=_DEATH_SECONDS) or own
 
-    def end(self, reason: str) -> None:
+    def end_worker(self, reason: str) -> None:
         """Tell the other nodes why the worker ends ("" for an orderly end), and kill the ranks
         here."""
         if self._nodes is not None:
-            self._nodes.end(reason)
+            self._nodes.end_worker(reason)
         self._local.kill()
 
 
@@ -123,7 +125,7 @@ class _OtherNodes:
         peer = self._peers[self._topology.node_of(rank)]
         peer.send(Message(kind="assign", rank=rank, text=line))
 
-    def end(self, reason: str) -> None:
+    def end_worker(self, reason: str) -> None:
         self._ending = True
         self._listener.close()
         with self._changed:
@@ -168,7 +170,7 @@ class _OtherNodes:
             )
         if hello.node >= ours.nodes:
             return f"there is no node {hello.node}"
-        ranks = ours.of(hello.node)
+        ranks = ours.ranks_of(hello.node)
         peer.name = f"node {hello.node} (rank{'s'[: len(ranks) - 1]} {', '.join(map(str, ranks))})"
         with self._changed:
             if hello.node in self._peers:
@@ -195,7 +197,7 @@ class Member:
         self._log = get_log(worker_id=spec.worker_id)
         self._ranks = RankProcesses(ranks=topology.local, devices=devices, on_death=self._tell)
 
-    def run(self) -> None:
+    def follow_first_node(self) -> None:
         """Follow node 0 until the worker ends.
 
         Raises `WorkerStartFailed`, or `WorkerDied` unless the end was orderly."""
@@ -224,7 +226,7 @@ class Member:
         if message.text:
             raise WorkerDied(f"node 0 ended: {message.text}")
 
-    def end(self, reason: str) -> None:
+    def end_worker(self, reason: str) -> None:
         if self._peer is not None:
             self._peer.send(Message(kind="end", text=reason))
         self._ranks.kill()

@@ -54,7 +54,7 @@ class HeldBatches:
     tokens: int = 0
     seconds: float = 0.0
 
-    def add(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+    def add_batch(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
         """Combine metrics by the suffix of their name, or else by the mean over tokens."""
         share = tokens / max(1, self.tokens + tokens)
         for name, value in metrics.items():
@@ -161,7 +161,7 @@ class Operations:
         assert computed is not None
         seconds, tokens = time.perf_counter() - began, len(batch.tokens)
         if not batch.forward_only and self._held is not None:
-            self._held.add(computed.metrics, tokens=tokens, seconds=seconds)
+            self._held.add_batch(computed.metrics, tokens=tokens, seconds=seconds)
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
             seconds=seconds,
@@ -208,7 +208,7 @@ class Operations:
             return trainer_pb2.OptimStepReply(failure=error.to_failure(), step=trainer.step)
         seconds = time.perf_counter() - began
         self._changed = request.header
-        self.snapshots.take(request.snapshot, request.header)
+        self.snapshots.take_snapshot(request.snapshot, request.header)
         return trainer_pb2.OptimStepReply(
             metrics=metrics,
             step=trainer.step,
@@ -311,7 +311,7 @@ class Operations:
         request.header.CopyFrom(self._changed)
         if self.snapshots.prepare(request.path):
             self._announce(Op.SNAPSHOT, request)
-            self.snapshots.take(request.path, request.header)
+            self.snapshots.take_snapshot(request.path, request.header)
 
     def restore(self, request: trainer_pb2.RestoreRequest) -> trainer_pb2.RestoreReply:
         """Load a snapshot, if one is named, and take over its plan if that is smaller.
@@ -378,7 +378,7 @@ class Follower:
             self._optim_step(trainer_pb2.OptimStepRequest.FromString(payload))
         elif op == Op.SNAPSHOT:
             taken = trainer_pb2.TakeSnapshotRequest.FromString(payload)
-            self.snapshots.take(taken.path, taken.header)
+            self.snapshots.take_snapshot(taken.path, taken.header)
         elif op == Op.DROP_GRADIENTS:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:
@@ -399,7 +399,7 @@ class Follower:
             trainer.optim_step(step_settings(step, optimizer=trainer.backend.training.optimizer))
         except GradientsNotFinite:
             return  # raised on all ranks alike, and rank 0 tells the client
-        self.snapshots.take(step.snapshot, step.header)
+        self.snapshots.take_snapshot(step.snapshot, step.header)
 
 
 def _read_batch(request: trainer_pb2.ForwardBackwardRequest, trainer: RankTrainer) -> Batch:

@@ -156,7 +156,7 @@ def _run(parent: int, assignment: int, report: int, device: Device | None) -> No
         hold_lifeline()
         FollowedRuns(join(Assignment.model_validate_json(line))).follow()
     except BaseException as error:  # noqa: BLE001 - the process ends on any error
-        os.write(report, RankReport.of(error).model_dump_json().encode())
+        os.write(report, RankReport.of_error(error).model_dump_json().encode())
         os.close(report)
         traceback.print_exc()
         sys.stderr.flush()

@@ -43,7 +43,7 @@ class OperationSequence:
     def running(self, seq_id: int) -> asyncio.Task[Reply] | None:
         return self._running.get(seq_id)
 
-    def begin(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
+    def begin_operation(self, seq_id: int, task: asyncio.Task[Reply]) -> None:
         self._running[seq_id] = task
         task.add_done_callback(lambda _: self._running.pop(seq_id, None))
 

@@ -81,7 +81,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.AddRunReply:
         await self._fence.check(context)
         async with self._changing:
-            job = self._engine.submit(lambda runs: runs.add(request))
+            job = self._engine.submit(lambda runs: runs.add_run(request))
             reply = await self._or_broken(asyncio.wrap_future(job), context)
             if not reply.HasField("failure"):
                 sequence = self._sequences.setdefault(request.run_id, OperationSequence())
@@ -111,7 +111,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         if not request.run_id:
             return trainer_pb2.DescribeTrainerReply(run_ids=self._sequences)
         await self._sequence(request.run_id, context)
-        job = self._engine.submit(lambda runs: runs.describe(request.run_id))
+        job = self._engine.submit(lambda runs: runs.describe_run(request.run_id))
         about = await self._or_broken(asyncio.wrap_future(job), context)
         about.last_seq_id = (await self._sequence(request.run_id, context)).applied
         return about
@@ -123,7 +123,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         started = self._engine.started
         if not started.done() or started.exception() is not None:
             return trainer_pb2.ProgressReply()
-        return started.result().find(request.run_id).progress.read()
+        return started.result().operations_of(request.run_id).progress.read()
 
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
@@ -158,7 +158,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> trainer_pb2.ReleaseReply:
         # Not in the engine thread, which may be busy with later operations.
         await self._sequence(request.run_id, context)
-        operations = self._engine.started.result().find(request.run_id)
+        operations = self._engine.started.result().operations_of(request.run_id)
         await asyncio.to_thread(operations.release, request.name)
         return trainer_pb2.ReleaseReply()
 
@@ -188,7 +188,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         # Not in the engine thread, which may be busy with later operations.
         await self._sequence(request.run_id, context)
         runs = self._engine.started.result()
-        written = runs.find(request.run_id).snapshots.result(request.path)
+        written = runs.operations_of(request.run_id).snapshots.result(request.path)
         # A caller that gives up must not cancel the future for others.
         return await self._or_broken(asyncio.wrap_future(written), context)
 
@@ -296,7 +296,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                 # applied.
                 kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")
                 task = asyncio.create_task(self._in_order(sequence, header, kind, job))
-                sequence.begin(header.seq_id, task)
+                sequence.begin_operation(header.seq_id, task)
             reply = await self._or_broken(task, context, run_id=header.run_id)
         if not isinstance(reply, reply_type):
             await _abort(
@@ -378,11 +378,11 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         self._at_work = header.run_id
         operations = runs.take_turn(header.run_id)
         operations.note_refused(header.gradients_incomplete)
-        operations.progress.begin(header.seq_id)
+        operations.progress.begin_batch(header.seq_id)
         try:
             return job(operations), time.perf_counter() - began
         finally:
-            operations.progress.end()
+            operations.progress.end_batch()
 
     async def _abort_broken(self, context: Context, run_id: str) -> NoReturn:
         error = self._broken.result()
@@ -404,7 +404,9 @@ class _ForwardBackward:
 
     def read_ahead(self) -> None:
         request, run_id = self._request, self._request.header.run_id
-        self._read = self._engine.read_ahead(lambda runs: runs.find(run_id).read_batch(request))
+        self._read = self._engine.read_ahead(
+            lambda runs: runs.operations_of(run_id).read_batch(request)
+        )
 
     def compute(self, operations: Operations) -> trainer_pb2.ForwardBackwardReply:
         assert self._read is not None, "an operation begins before its turn"

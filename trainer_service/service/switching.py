@@ -52,7 +52,7 @@ class Switching:
         """Switch all ranks. If one fails, the others switch back, and the reply has the failure."""
         began = time.perf_counter()
         try:
-            self._offload.check()
+            self._offload.check_can_sleep()
         except CannotSleep as error:  # in both cases the caller suspends the process on the host
             if op == Op.WAKE or not self._slept.spill_folder:  # a host writes no file
                 self._suspended = op == Op.SLEEP
@@ -95,7 +95,7 @@ class Switching:
         offload, request = self._offload, self._slept
         try:
             if offload.asleep == (op == Op.SLEEP):
-                return offload.describe()
+                return offload.switch_reply()
             if op == Op.WAKE:
                 return offload.wake()
             self._on_sleep()

@@ -157,13 +157,13 @@ def test_adapters_of_a_new_shape_are_compiled_in_an_operation_that_says_so(
     add(runs, "b")
 
     def slow(backend):
-        said.append((runs.find(now).progress.read().compiling, now))
+        said.append((runs.operations_of(now).progress.read().compiling, now))
         warm_up(backend)
 
     monkeypatch.setattr(Fsdp2Backend, "warm_up", slow)
     for now in ("a", "like a", "b", "a"):
         turn = runs.take_turn(now)
-        turn.progress.begin(7)
+        turn.progress.begin_batch(7)
         logprobs(turn, data_of(1, count=2))
         assert not turn.progress.read().compiling
     assert said == [(True, "a"), (True, "b")]

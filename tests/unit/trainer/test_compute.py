@@ -100,27 +100,29 @@ def test_the_tokens_computed_so_far_are_told_while_a_batch_is_computed(
 ):
     trainer = make_rank(models["qwen3"], parallel=parallel, micro_batch_tokens=24)
     seen = []
-    add = trainer.progress.add
+    count = trainer.progress.count_tokens
     monkeypatch.setattr(
-        trainer.progress, "add", lambda tokens: (add(tokens), seen.append(trainer.progress.read()))
+        trainer.progress,
+        "count_tokens",
+        lambda tokens: (count(tokens), seen.append(trainer.progress.read())),
     )
     data = mixed_data()
-    trainer.progress.begin(7)
+    trainer.progress.begin_batch(7)
     output_of(trainer, request(data))
     total = sum(len(one.model_input[0].encoded_text.tokens) // 4 for one in data)
     assert len(seen) > 2
     assert {(reply.seq_id, reply.tokens) for reply in seen} == {(7, total)}
     done = sorted(reply.tokens_done for reply in seen)
     assert 0 < done[0] < total == done[-1]
-    trainer.progress.end()
+    trainer.progress.end_batch()
     assert trainer.progress.read().seq_id == 0
 
 
 def test_a_rank_takes_the_others_to_be_as_far_as_itself():
     progress = BatchProgress()
-    progress.begin(3)
+    progress.begin_batch(3)
     progress.expect(tokens=1000, share=250)
-    progress.add(50)
+    progress.count_tokens(50)
     assert (progress.read().tokens_done, progress.read().tokens) == (200, 1000)
 
 

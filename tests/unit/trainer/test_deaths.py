@@ -17,7 +17,7 @@ GONE = Death(node="node 1 (ranks 2, 3) is gone: its connection was closed")
 def cause(*deaths: Death, where: str = "") -> TandemError:
     known = Deaths(on_first=lambda _: None, settle=0.0, where=lambda rank: where)
     for death in deaths:
-        known.add(death)
+        known.add_death(death)
     found = known.cause(timeout=0.0)
     assert found is not None
     return found
@@ -74,7 +74,7 @@ def test_an_error_that_tandem_reports_is_told_by_its_sentence_alone():
 
 
 def test_a_report_can_be_sent_whatever_its_sentence_holds():
-    report = RankReport.of(ValueError("half a pair: \ud800"))
+    report = RankReport.of_error(ValueError("half a pair: \ud800"))
     assert RankReport.model_validate_json(report.model_dump_json()) == report
 
 
@@ -100,6 +100,6 @@ def test_the_traceback_of_an_endless_recursion_is_short():
     ],
 )
 def test_an_error_that_is_in_the_program_itself_is_a_defect(error, defect):
-    found = Death(rank=1, returncode=1, report=RankReport.of(error)).cause("")
+    found = Death(rank=1, returncode=1, report=RankReport.of_error(error)).cause("")
     assert isinstance(found, WorkerDied)
     assert found.defect == defect

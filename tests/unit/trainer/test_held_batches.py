@@ -12,8 +12,8 @@ from trainer_service.service.operations import HeldBatches, Operations
 
 def test_metrics_are_combined_as_their_suffixes_say():
     held = HeldBatches()
-    held.add({"a:sum": 1.0, "b:max": 5.0, "c:min": 5.0, "d:mean": 1.0}, tokens=1, seconds=0.5)
-    held.add(
+    held.add_batch({"a:sum": 1.0, "b:max": 5.0, "c:min": 5.0, "d:mean": 1.0}, tokens=1, seconds=0.5)
+    held.add_batch(
         {"a:sum": 2.0, "b:max": 4.0, "c:min": 4.0, "d:mean": 5.0, "e": 7.0}, tokens=3, seconds=1.0
     )
     assert held.metrics == {"a:sum": 3.0, "b:max": 5.0, "c:min": 4.0, "d:mean": 4.0, "e": 7.0}

@@ -47,7 +47,7 @@ def adapters(operations) -> dict[str, torch.Tensor]:
 
 
 def adapted(layer: nn.Linear, *, rank: int, scale: float) -> tuple[LoraLinear, Adapter]:
-    adapter = Adapter.of(layer, rank=rank, scale=scale, seed=3)
+    adapter = Adapter.of_layer(layer, rank=rank, scale=scale, seed=3)
     if layer.weight.dtype == torch.float64:
         adapter = replace(
             adapter,

@@ -300,7 +300,7 @@ def test_state_is_spilled_to_a_file_and_comes_back_bit_by_bit(
     step(operations, optimizer)
     forward_backward(operations, data_of(2))
     offload = Offload(lambda: [trainer.backend], memory=device())
-    before, total = copies(operations), offload.describe().device_bytes
+    before, total = copies(operations), offload.switch_reply().device_bytes
     parameters = list(model_of(operations).parameters())
     for _ in range(2):
         reply = offload.sleep(spill_folder=str(tmp_path / "spilled"))
@@ -410,7 +410,7 @@ def test_on_a_cpu_nothing_moves(models):
     trainer = operations.trainer
     offload = Offload(lambda: [trainer.backend])
     places = [tensor.data_ptr() for tensor in live(operations)]
-    total = offload.describe().device_bytes
+    total = offload.switch_reply().device_bytes
     reply = offload.sleep()
     assert offload.asleep
     assert (reply.bytes_moved, reply.host_bytes, reply.device_bytes) == (0, 0, total)

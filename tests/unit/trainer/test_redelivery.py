@@ -48,7 +48,7 @@ class Operations:
     def __init__(self) -> None:
         self.applied: list[int] = []
         self.refused: set[int] = set()
-        self.progress = SimpleNamespace(begin=lambda seq_id: None, end=lambda: None)
+        self.progress = SimpleNamespace(begin_batch=lambda seq_id: None, end_batch=lambda: None)
 
     def note_refused(self, reason: str) -> None: ...
 
@@ -75,10 +75,10 @@ class Runs:
     def take_turn(self, run_id: str) -> Operations:
         return self.by_id[run_id]
 
-    def describe(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
+    def describe_run(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         return trainer_pb2.DescribeTrainerReply(run_ids=self.by_id)
 
-    def add(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
+    def add_run(self, request: trainer_pb2.AddRunRequest) -> trainer_pb2.AddRunReply:
         self.by_id.setdefault(request.run_id, Operations())
         return trainer_pb2.AddRunReply()
 

@@ -59,7 +59,9 @@ def add(
     runs: HostedRuns, run_id: str, training: TrainingSpec | None = None
 ) -> trainer_pb2.AddRunReply:
     training = training or SPECS[run_id]
-    return runs.add(trainer_pb2.AddRunRequest(run_id=run_id, training=training.model_dump_json()))
+    return runs.add_run(
+        trainer_pb2.AddRunRequest(run_id=run_id, training=training.model_dump_json())
+    )
 
 
 def trainer_of(model: Path, run_id: str, **settings: object) -> Operations:
@@ -107,7 +109,7 @@ def test_runs_that_take_turns_compute_what_each_computes_alone(models, architect
     shared = host(model, *names, parallel=parallel)
     alone = {name: trainer_of(model, name, parallel=parallel) for name in names}
     for name in names:
-        assert_same_weights(shared.find(name), alone[name])
+        assert_same_weights(shared.operations_of(name), alone[name])
 
     together = {
         name: experiment(lambda name=name: shared.take_turn(name), seed=seed)
@@ -121,7 +123,7 @@ def test_runs_that_take_turns_compute_what_each_computes_alone(models, architect
         for name, answer in zip(names, answers, strict=True):
             assert answer == next(apart[name]), name
     for name in names:
-        assert_same_weights(shared.find(name), alone[name])
+        assert_same_weights(shared.operations_of(name), alone[name])
 
 
 @pytest.fixture
@@ -144,7 +146,7 @@ def test_runs_share_a_model_that_computes_in_bfloat16(model):
     ):
         assert one == other
         forward_backward(shared.take_turn("c"), data_of(3))
-    assert_same_weights(shared.find("a"), alone)
+    assert_same_weights(shared.operations_of("a"), alone)
 
 
 def test_a_run_may_come_and_go_while_others_train(model):
@@ -164,9 +166,11 @@ def test_a_run_may_come_and_go_while_others_train(model):
     shared.remove("b")
     go_on(2)
     add(shared, "b")
-    assert_same_weights(shared.find("b"), trainer_of(model, "b"))  # nothing is left of the first
+    assert_same_weights(
+        shared.operations_of("b"), trainer_of(model, "b")
+    )  # nothing is left of the first
     go_on(4)
-    assert_same_weights(shared.find("a"), alone)
+    assert_same_weights(shared.operations_of("a"), alone)
 
 
 def test_the_first_run_may_go_before_the_others(model):
@@ -177,22 +181,24 @@ def test_the_first_run_may_go_before_the_others(model):
     shared.remove("a")
     shared.remove("a")
     assert list(mine) == list(own)
-    assert list(shared.describe("b").run_ids) == ["b"]
+    assert list(shared.describe_run("b").run_ids) == ["b"]
 
 
 @pytest.mark.parametrize("gone", [False, True])
 def test_all_runs_sleep_at_once_also_one_that_is_removed_meanwhile(model, gone):
     shared, alone = host(model, "a", "b"), trainer_of(model, "a")
-    backends = [shared.find(name).trainer.backend for name in ("a", "b")]
+    backends = [shared.operations_of(name).trainer.backend for name in ("a", "b")]
     shared.switching._offload = Offload(lambda: backends, memory=FakeDevice())
     mine, own = experiment(lambda: shared.take_turn("a"), seed=1), experiment(lambda: alone, seed=1)
     assert next(mine) == next(own)
     forward_backward(shared.take_turn("b"), data_of(3))
-    norm = torch.stack([g.norm() for g in gradients(shared.find("b").trainer).values()]).norm()
+    norm = torch.stack(
+        [g.norm() for g in gradients(shared.operations_of("b").trainer).values()]
+    ).norm()
 
     reply = shared.switching.sleep(common_pb2.SleepRequest())
     assert reply.device_bytes == 0 and not reply.HasField("failure")
-    assert shared.describe("a").asleep and shared.describe("b").asleep
+    assert shared.describe_run("a").asleep and shared.describe_run("b").asleep
     if gone:
         shared.remove("b")
     reply = shared.switching.wake()
@@ -231,16 +237,18 @@ def test_a_checkpoint_of_a_run_is_that_of_its_own_trainer(model, tmp_path):
     for operations in (shared.take_turn("a"), alone):
         forward_backward(operations, data_of(2))
         step(operations)
-    other = weights(shared.find("b"))
+    other = weights(shared.operations_of("b"))
     save(shared.take_turn("a"), tmp_path / "c")
     forward_backward(shared.take_turn("b"), data_of(1))
-    held = gradients(shared.find("b").trainer)
+    held = gradients(shared.operations_of("b").trainer)
     forward_backward(shared.take_turn("a"), data_of(3))
     step(shared.take_turn("a"))
     assert load(shared.take_turn("a"), tmp_path / "c").step == 1
-    assert_same_weights(shared.find("a"), alone)
-    assert all(torch.equal(weights(shared.find("b"))[name], other[name]) for name in other)
-    assert all(torch.equal(gradients(shared.find("b").trainer)[name], held[name]) for name in held)
+    assert_same_weights(shared.operations_of("a"), alone)
+    assert all(torch.equal(weights(shared.operations_of("b"))[name], other[name]) for name in other)
+    assert all(
+        torch.equal(gradients(shared.operations_of("b").trainer)[name], held[name]) for name in held
+    )
     assert load(trainer_of(model, "a"), tmp_path / "c").step == 1
     refused = load(shared.take_turn("b"), tmp_path / "c")
     assert refused.failure.type == "checkpoint_mismatch"
@@ -255,7 +263,7 @@ def test_a_run_is_restored_from_its_snapshot_among_others(model, tmp_path):
     assert lost.snapshots.result(str(tmp_path / "s")).result(timeout=60).step == 1
 
     forward_backward(shared.take_turn("a"), data_of(4))
-    held = gradients(shared.find("a").trainer)
+    held = gradients(shared.operations_of("a").trainer)
     restored = shared.take_turn("b").restore(
         trainer_pb2.RestoreRequest(path=str(tmp_path / "s"), seq_id=2, run_id="b")
     )
@@ -263,8 +271,10 @@ def test_a_run_is_restored_from_its_snapshot_among_others(model, tmp_path):
     for operations in (lost, shared.take_turn("b")):
         forward_backward(operations, data_of(5))
         step(operations)
-    assert_same_weights(shared.find("b"), lost)
-    assert all(torch.equal(gradients(shared.find("a").trainer)[name], held[name]) for name in held)
+    assert_same_weights(shared.operations_of("b"), lost)
+    assert all(
+        torch.equal(gradients(shared.operations_of("a").trainer)[name], held[name]) for name in held
+    )
 
 
 def test_two_runs_may_write_snapshots_at_the_same_time(model, tmp_path):
@@ -275,11 +285,11 @@ def test_two_runs_may_write_snapshots_at_the_same_time(model, tmp_path):
         step(operations)
         operations.take_snapshot(trainer_pb2.TakeSnapshotRequest(path=str(tmp_path / name)))
     for name in ("a", "b"):
-        reply = shared.find(name).snapshots.result(str(tmp_path / name)).result(timeout=60)
+        reply = shared.operations_of(name).snapshots.result(str(tmp_path / name)).result(timeout=60)
         assert reply.step == 1 and not reply.HasField("failure")
         own = trainer_of(model, name)
         own.restore(trainer_pb2.RestoreRequest(path=str(tmp_path / name)))
-        assert_same_weights(own, shared.find(name))
+        assert_same_weights(own, shared.operations_of(name))
 
 
 # --- Errors -----------------------------------------------------------------------------------
@@ -294,7 +304,7 @@ def test_a_refused_batch_of_one_run_leaves_the_gradients_of_another(model):
     refused = shared.take_turn("b").optim_step(trainer_pb2.OptimStepRequest())
     assert refused.HasField("failure")
     assert step(shared.take_turn("a")) == step(alone)
-    assert_same_weights(shared.find("a"), alone)
+    assert_same_weights(shared.operations_of("a"), alone)
 
 
 def test_memory_that_runs_out_for_one_run_leaves_gradients_and_plan_of_another(model):
@@ -315,18 +325,20 @@ def test_memory_that_runs_out_for_one_run_leaves_gradients_and_plan_of_another(m
     shared = HostedRuns(rank, run_id="a")
     add(shared, "c")
     forward_backward(shared.take_turn("c"), data_of(1, count=2))
-    held = gradients(shared.find("c").trainer)
-    plans = {name: shared.find(name).trainer.micro_batch_tokens for name in ("a", "c")}
+    held = gradients(shared.operations_of("c").trainer)
+    plans = {name: shared.operations_of(name).trainer.micro_batch_tokens for name in ("a", "c")}
     forward_backward(shared.take_turn("a"), data_of(2))
     assert few.failed
-    assert shared.describe("a").micro_batch_tokens < plans["a"]
-    assert shared.describe("c").micro_batch_tokens == plans["c"]
-    assert all(torch.equal(gradients(shared.find("c").trainer)[name], held[name]) for name in held)
-    plan = shared.describe("a").micro_batch_tokens
+    assert shared.describe_run("a").micro_batch_tokens < plans["a"]
+    assert shared.describe_run("c").micro_batch_tokens == plans["c"]
+    assert all(
+        torch.equal(gradients(shared.operations_of("c").trainer)[name], held[name]) for name in held
+    )
+    plan = shared.describe_run("a").micro_batch_tokens
     alone = trainer_of(model, "a", micro_batch_tokens=plan)
     forward_backward(alone, data_of(2))
     assert step(shared.take_turn("a")) == step(alone)
-    assert_same_weights(shared.find("a"), alone)
+    assert_same_weights(shared.operations_of("a"), alone)
 
 
 def test_a_run_that_cannot_share_the_model_is_refused_and_the_others_go_on(model):
@@ -342,7 +354,7 @@ def test_a_run_that_cannot_share_the_model_is_refused_and_the_others_go_on(model
     ]:
         assert add(shared, "x", training).failure.type == failure
     assert add(shared, "a", B).failure.type == "invalid_request"
-    assert list(shared.describe("a").run_ids) == ["a"]
+    assert list(shared.describe_run("a").run_ids) == ["a"]
     assert list(experiment(lambda: shared.take_turn("a"), seed=1)) == list(
         experiment(lambda: alone, seed=1)
     )
@@ -351,7 +363,7 @@ def test_a_run_that_cannot_share_the_model_is_refused_and_the_others_go_on(model
 def test_a_model_whose_parameters_are_all_trained_has_one_run(model):
     whole = HostedRuns(make_rank(model), run_id="whole")
     assert add(whole, "a").failure.type == "invalid_request"
-    assert list(whole.describe("whole").run_ids) == ["whole"]
+    assert list(whole.describe_run("whole").run_ids) == ["whole"]
 
 
 def test_a_run_is_added_once(model):
@@ -386,7 +398,7 @@ def test_a_further_run_needs_memory_for_its_adapter_alone_and_gives_it_back(mode
     shared = host(model, "a")
     before = held_bytes()
     add(shared, "b")
-    trained = shared.describe("b").trainable_parameters
+    trained = shared.describe_run("b").trainable_parameters
     assert held_bytes() - before == 4 * trained
     forward_backward(shared.take_turn("b"), data_of(1))
     assert held_bytes() - before == 8 * trained  # gradients

@@ -33,10 +33,10 @@ def test_the_next_copy_has_the_memory_of_the_last_one_which_is_pinned_once():
     first = staging.copy(state(1.0))
     where = places(first)
     assert pinned == [where["model.w"]]  # a small tensor is not worth it
-    staging.end(first)
+    staging.end_copy(first)
     second = staging.copy(state(2.0))
     assert (places(second), values(second)) == (where, {"model.w": 2.0, "model.b": 2.0})
-    staging.end(second)
+    staging.end_copy(second)
     assert places(staging.copy(state(3.0))) == where
     assert len(pinned) == 1
 
@@ -46,21 +46,21 @@ def test_a_copy_that_is_still_written_is_not_overwritten():
     first = staging.copy(state(1.0))
     second = staging.copy(state(2.0))
     assert not set(places(first).values()) & set(places(second).values())
-    staging.end(second)  # not the kept one
+    staging.end_copy(second)  # not the kept one
     third = staging.copy(state(3.0))
     assert [values(each)["model.w"] for each in (first, second, third)] == [1.0, 2.0, 3.0]
-    staging.end(first)
+    staging.end_copy(first)
     assert places(staging.copy(state(4.0))) == places(first)
 
 
 def test_a_state_with_other_tensors_gets_other_memory():
     pinned: list[int] = []
     staging = Staging(lambda each: pinned.append(each.data_ptr()))
-    staging.end(staging.copy(state(1.0)))
+    staging.end_copy(staging.copy(state(1.0)))
     with_moments = staging.copy(state(2.0, more=True))
     assert values(with_moments) == {"model.w": 2.0, "model.b": 2.0, "optimizer.w": -2.0}
     assert len(pinned) == 3
-    staging.end(with_moments)
+    staging.end_copy(with_moments)
     assert places(staging.copy(state(3.0, more=True))) == places(with_moments)
 
 
@@ -70,7 +70,7 @@ def test_memory_is_kept_though_it_cannot_be_pinned():
 
     staging = Staging(refuse)
     first = staging.copy(state(1.0))
-    staging.end(first)
+    staging.end_copy(first)
     assert places(staging.copy(state(2.0))) == places(first)
 
 
@@ -79,11 +79,11 @@ def test_a_sleeping_trainer_keeps_no_copy_but_one_that_is_still_written(written)
     staging = Staging(lambda each: None)
     copy = staging.copy(state(1.0))
     if written:
-        staging.end(copy)
+        staging.end_copy(copy)
     staging.free()
     assert staging._stager is None
     assert values(copy)["model.w"] == 1.0
-    staging.end(copy)
+    staging.end_copy(copy)
     assert values(staging.copy(state(2.0)))["model.w"] == 2.0
     assert values(copy)["model.w"] == 1.0
 
@@ -100,4 +100,4 @@ def test_a_trainer_frees_the_copies_of_its_runs_before_it_sleeps(model, monkeypa
     monkeypatch.setattr(Snapshots, "free", lambda snapshots: freed.append(snapshots))
     runs = host(model, "a", "b")
     runs.switching.sleep(common_pb2.SleepRequest())
-    assert freed == [runs.find(name).snapshots for name in ("a", "b")]
+    assert freed == [runs.operations_of(name).snapshots for name in ("a", "b")]

@@ -26,7 +26,7 @@ def topology(*, node: int = 1, nodes: int = 2, rendezvous: str = "trainer-0:2940
 def test_ranks_are_divided_among_nodes_in_order():
     second = topology()
     assert second == Topology(nodes=2, node=1, ranks=4, host="trainer-0", port=29400)
-    assert (second.local, second.of(0)) == (range(2, 4), range(2))
+    assert (second.local, second.ranks_of(0)) == (range(2, 4), range(2))
     assert [second.node_of(rank) for rank in range(4)] == [0, 0, 1, 1]
 
 
