@@ -113,7 +113,7 @@ class PromptScoring:
     draw_seed: int | None = None
 
     @property
-    def start(self) -> int | None:
+    def first_computed(self) -> int | None:
         """The first position to compute, or None. The prefix cache serves earlier tokens, except
         the last."""
         starts = [self.first] if self.first is not None else []

@@ -154,7 +154,7 @@ class EngineLifecycle:
         try:
             if needs_load:
                 with _timed(phases, "read"):  # immediate if already read
-                    placed = self._reader.take(version)
+                    placed = self._reader.take_version(version)
                 with _timed(phases, "load"):
                     self._loader.place(placed)
                 self._forget_weights()  # until the check

@@ -285,7 +285,7 @@ class Scheduler:
 
     def _leads(self, version: LoadableVersion) -> bool:
         """Whether waiting in-flight work names the version, so that others follow."""
-        return any(work.in_flight for work in self._waiting.of(version))
+        return any(work.in_flight for work in self._waiting.work_of(version))
 
     def _was_read(self, version: LoadableVersion) -> bool:
         return isinstance(self._reader.outcome(version), Verified)
@@ -314,7 +314,7 @@ class Scheduler:
         """Move new work to the waiting list, and drop cancelled or late work. Blocks while idle."""
         readers = (self._reader.seconds_left, self._adapter_reader.seconds_left)
         seconds = min((left for left in readers if left is not None), default=None)
-        for each in self._submissions.take(wait=self._idle, seconds=seconds):
+        for each in self._submissions.take_submissions(wait=self._idle, seconds=seconds):
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
@@ -405,7 +405,7 @@ class Scheduler:
             if read is None or not self._adapters.make_room(needed=needed):
                 return
             try:
-                outcome = self._adapters.add(self._adapter_reader.take(version))
+                outcome = self._adapters.load_adapter(self._adapter_reader.take_version(version))
             except LoadFailed as error:
                 self._adapter_failed(version, error)
                 continue
@@ -428,7 +428,7 @@ class Scheduler:
             canary_difference=outcome.canary_difference,
             handed_off=outcome.handed_off,
             handoff_failure=outcome.handoff_failure,
-            request_ids=_request_ids(self._waiting.of(outcome.version)),
+            request_ids=_request_ids(self._waiting.work_of(outcome.version)),
         )
         if self._leads(outcome.version):
             self._carry_over(outcome)
@@ -556,7 +556,7 @@ class Scheduler:
             "load_failed",
             version=version.name,
             error=error.message,
-            request_ids=_request_ids(self._waiting.of(version)),
+            request_ids=_request_ids(self._waiting.work_of(version)),
         )
 
     def _fail(self, error: TandemError) -> None:

@@ -165,7 +165,7 @@ class WaitingList:
         firsts = (next(iter(works)) for works in self._of_version.values())
         return sorted(firsts, key=lambda work: work.arrived)
 
-    def of(self, version: LoadableVersion) -> Iterable[Work]:
+    def work_of(self, version: LoadableVersion) -> Iterable[Work]:
         return self._of_version.get(_key(version), {})
 
     def take(
@@ -200,7 +200,7 @@ class WaitingList:
 
 
 class SubmissionQueue:
-    """Hands work from any thread to the engine's thread, the only caller of `take`."""
+    """Hands work from any thread to the engine's thread, the only caller of `take_submissions`."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -222,7 +222,7 @@ class SubmissionQueue:
         work.fail(self._refusal)
 
     def notify(self) -> None:
-        """Let a waiting `take` return."""
+        """Let a waiting `take_submissions` return."""
         with self._condition:
             self._notified = True
             self._condition.notify()
@@ -239,7 +239,9 @@ class SubmissionQueue:
         for each in work:
             each.fail(refusal)
 
-    def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
+    def take_submissions(
+        self, *, wait: bool, seconds: float | None = None
+    ) -> list[Work | QueuedSwitch]:
         """Return new work. With `wait`, block for it or a notification, at most `seconds`.
 
         An idle engine waits without a deadline, because the process ends with it."""

@@ -217,18 +217,22 @@ class Stack:
             # A gateway that never answered has no clients. SIGTERM would leave its workers running.
             if self._answers():
                 most = _seconds("stop_timeout", self._gateway.environment) + _STOP_SECONDS
-                self._gateway.stop(signal.SIGINT, most, at_once=self._at_once, say=self._say)
+                self._gateway.stop_process(
+                    signal.SIGINT, most, at_once=self._at_once, say=self._say
+                )
         finally:
             self._gateway.kill()
             self._gateway.close()
-            self._agent.stop(signal.SIGTERM, _STOP_SECONDS, at_once=self._at_once, say=self._say)
+            self._agent.stop_process(
+                signal.SIGTERM, _STOP_SECONDS, at_once=self._at_once, say=self._say
+            )
             self._agent.close()
 
     def _supervise(self) -> None:
         """Start both processes, and restart an ended one, until `stop`. Raises `TandemError` if
         that is hopeless."""
-        self._agent.start()
-        self._gateway.start()
+        self._agent.start_process()
+        self._gateway.start_process()
         while not self._stopping.wait(_POLL_SECONDS):
             for each in (self._agent, self._gateway):
                 if each.process is None:

@@ -112,7 +112,7 @@ class _Worker:
         engine.run()
         code = await self._live(engine, server, ranks, stop=stop, broken=broken)
         # Give a recent abort time to reach its caller.
-        await server.stop(0.5 if code else 0.0)
+        await server.stop_serving(0.5 if code else 0.0)
         ranks.end_worker(self._failure)
         return code
 

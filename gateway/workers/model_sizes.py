@@ -53,7 +53,7 @@ def _size_of(path: Path) -> ModelSize:
     try:
         for file in model_files(path):
             shapes |= dict(_shapes(file))
-        size = ModelSize.of(shapes, text_config(path))
+        size = ModelSize.of_shapes(shapes, text_config(path))
     except _UNREADABLE as error:
         why = without_paths(describe(error))
         raise InvalidRequest(f"the size of the model {path.name} cannot be read: {why}") from error

@@ -111,7 +111,7 @@ class EngineProcess:
             on_lost()
         return self
 
-    def end(self) -> None:
+    def kill_engine(self) -> None:
         """Kill the process, and wait until its memory is free."""
         self._on_end = lambda: None
         if self._status is None:

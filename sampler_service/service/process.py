@@ -68,7 +68,7 @@ def run() -> NoReturn:
             patience = settings.operation_timeout
             process = EngineProcess.fork(start, model=model, patience=patience)
             status = asyncio.run(_Process(spec, link, process.connect).serve())
-            process.end()
+            process.kill_engine()
         else:
             status = asyncio.run(_Process(spec, link, start).serve())
     # The engine's thread may be inside a step, and this process needs no clean-up.
@@ -134,7 +134,7 @@ class _Process:
         error = await ended
         if error is not None:
             self._servicer.end()
-        await server.stop(_STOP_GRACE_SECONDS if error is not None else 0)
+        await server.stop_serving(_STOP_GRACE_SECONDS if error is not None else 0)
         return 0 if error is None else 1
 
     def _run_engine(

@@ -52,7 +52,7 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
         max_length=facts.max_length,
         model_length=facts.model_length,
     )
-    max_tokens = limits.check(message)
+    max_tokens = limits.check_request(message)
     assert max_tokens is not None, "an engine has a length"
     params = message.params
     prompt: list[int] = np.frombuffer(message.prompt_tokens, "<i4").tolist()
@@ -243,4 +243,4 @@ def _prompt_scoring(
         draw_temperature=temperature,
         draw_seed=(message.params.seed % 2**64 if message.params.HasField("seed") else None),
     )
-    return scoring if scoring.start is not None else None
+    return scoring if scoring.first_computed is not None else None

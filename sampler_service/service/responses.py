@@ -131,7 +131,7 @@ class _Unsent:
     finished: bool = False
     stopped: bool = False
 
-    def add(self, new: SampledTokens, *, finished: bool) -> None:
+    def append_tokens(self, new: SampledTokens, *, finished: bool) -> None:
         self.tokens += _bytes(new.tokens)
         self.logprobs += _bytes(new.logprobs)
         if new.topk is not None:
@@ -162,8 +162,8 @@ class _Unsent:
 
 
 class StreamBuffer:
-    """Use: the scheduler calls `buffer.add`, the end of the request `buffer.close`, and the reader
-    `while deltas := await buffer.take(): ...`."""
+    """Use: the scheduler calls `buffer.add_deltas`, the end of the request `buffer.close`, and the
+    reader `while deltas := await buffer.next_deltas(): ...`."""
 
     def __init__(
         self, *, topk: int, copies: int = 1, loop: asyncio.AbstractEventLoop | None = None
@@ -178,14 +178,14 @@ class StreamBuffer:
         self._closed = False
         self._changed = asyncio.Event()
 
-    def add(self, deltas: Sequence[EngineDelta], version: LoadableVersion) -> None:
+    def add_deltas(self, deltas: Sequence[EngineDelta], version: LoadableVersion) -> None:
         """Add deltas from any thread. The reader is woken once per batch."""
         with self._lock:
             for delta in deltas:
                 unsent = self._unsent.setdefault(delta.index, [])
                 if not unsent or unsent[-1].version != version.name:
                     unsent.append(_Unsent(version.name))
-                unsent[-1].add(delta.new, finished=delta.finished)
+                unsent[-1].append_tokens(delta.new, finished=delta.finished)
             notify, self._notified = not self._notified, True
         if notify and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._changed.set)
@@ -195,7 +195,7 @@ class StreamBuffer:
         self._closed = True
         self._changed.set()
 
-    async def take(self) -> list[sampler_pb2.SampleDelta]:
+    async def next_deltas(self) -> list[sampler_pb2.SampleDelta]:
         """Wait for new deltas, merged by sample and version. Empty at the end."""
         while True:
             self._changed.clear()

@@ -26,8 +26,8 @@ class _Cancellable(Protocol):
 
 
 class SampleQueue:
-    """Use: the reader calls `add`, `add_late` or `put` for each request, and `cancel`. The writer
-    runs `while batch := await stream.take(): ...`. At the end, call `close`."""
+    """Use: the reader calls `expect_result`, `expect_late` or `put` for each request, and `cancel`.
+    The writer runs `while batch := await stream.next_replies(): ...`. At the end, call `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -38,12 +38,14 @@ class SampleQueue:
         self._notified = False
         self._complete = False
 
-    def add(self, number: int, answer: Future[Sampled], encode: Encode) -> None:
+    def expect_result(self, number: int, answer: Future[Sampled], encode: Encode) -> None:
         """Expect the engine's result for a request."""
         self._under_way[number] = answer
         answer.add_done_callback(partial(self._note_end, number, encode))
 
-    def add_late(self, number: int, answer: Coroutine[None, None, sampler_pb2.SampleReply]) -> None:
+    def expect_late(
+        self, number: int, answer: Coroutine[None, None, sampler_pb2.SampleReply]
+    ) -> None:
         """Expect the reply to a request that the engine does not have yet."""
 
         def replied(task: asyncio.Task[sampler_pb2.SampleReply]) -> None:
@@ -65,7 +67,7 @@ class SampleQueue:
             answer.cancel()
 
     def complete(self) -> None:
-        """Expect no more requests. `take` returns None after the last reply."""
+        """Expect no more requests. `next_replies` returns None after the last reply."""
         self._complete = True
         self._changed.set()
 
@@ -73,7 +75,7 @@ class SampleQueue:
         for number in [*self._under_way]:
             self.cancel(number)
 
-    async def take(self) -> sampler_pb2.SampleReplies | None:
+    async def next_replies(self) -> sampler_pb2.SampleReplies | None:
         """Wait for replies. None at the end."""
         while True:
             self._changed.clear()

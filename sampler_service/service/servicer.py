@@ -133,7 +133,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         reading = asyncio.create_task(self._read(requests, stream, context))
         reading.add_done_callback(lambda _: stream.complete())
         try:
-            while batch := await stream.take():
+            while batch := await stream.next_replies():
                 await self._write(batch, context)
             if reading.done():
                 await reading
@@ -164,7 +164,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self, request: sampler_pb2.SampleRequest, serving: ServingEngine, stream: SampleQueue
     ) -> None:
         if request.HasField("structured"):  # the grammar must be compiled
-            stream.add_late(request.number, self._answer(request, serving))
+            stream.expect_late(request.number, self._answer(request, serving))
             return
         try:
             asked = self._parse(request, serving)
@@ -172,7 +172,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         except Exception as error:  # noqa: BLE001 - others' samples are on the stream, too
             stream.put(request.number, self._refused(request, error, serving.facts))
         else:
-            stream.add(request.number, answer, partial(self._reply, asked))
+            stream.expect_result(request.number, answer, partial(self._reply, asked))
 
     async def SampleStream(  # type: ignore[override]
         self,
@@ -183,10 +183,10 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         serving = await self._leased_engine(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
-        answer = asyncio.create_task(self._answer(request, serving, on_deltas=buffer.add))
+        answer = asyncio.create_task(self._answer(request, serving, on_deltas=buffer.add_deltas))
         answer.add_done_callback(lambda _: buffer.close())
         try:
-            while deltas := await buffer.take():
+            while deltas := await buffer.next_deltas():
                 for delta in deltas:
                     await self._write(sampler_pb2.SampleEvent(delta=delta), context)
             await self._write(sampler_pb2.SampleEvent(reply=await answer), context)

@@ -34,7 +34,7 @@ class PrefixCache:
         self._scheduler = scheduler_of(engine)
         self._manager = self._scheduler.kv_cache_manager
         self._limit: int | None = None
-        self._look_up, self._find = use_look_ups(self._manager, self.look_up, self.find)
+        self._look_up, self._find = use_look_ups(self._manager, self.look_up, self.find_blocks)
         managers = self._manager.coordinator.single_type_managers
         # With a window or a recurrent state, the first sample's blocks lack parts of the prompt.
         is_whole = [type(manager) for manager in managers] == [FullAttentionManager]
@@ -67,7 +67,7 @@ class PrefixCache:
         finally:
             self._limit = None
 
-    def find(self, block_hashes: object, max_cache_hit_length: int) -> object:
+    def find_blocks(self, block_hashes: object, max_cache_hit_length: int) -> object:
         if self._limit is not None:
             max_cache_hit_length = min(max_cache_hit_length, self._limit)
         return self._find(block_hashes, max_cache_hit_length)

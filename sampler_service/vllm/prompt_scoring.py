@@ -27,18 +27,18 @@ _LOGIT_BYTES = 64 * 2**20
 
 
 class PromptScorer:
-    """Use: `scorer.begin("7", scoring, prompt=[5, 2, 9])`, then a request with the extra arguments
-    `{"tandem_scores": "7"}`, and at its end `scorer.take("7")`."""
+    """Use: `scorer.begin_scoring("7", scoring, prompt=[5, 2, 9])`, then a request with the extra
+    arguments `{"tandem_scores": "7"}`, and at its end `scorer.take_scores("7")`."""
 
     def __init__(self, runner: GPUModelRunner) -> None:
         self._runner = runner
         self._open: dict[str, _ScoreTable] = {}
         self._complete: dict[str, _ScoreTable] = {}
 
-    def begin(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
+    def begin_scoring(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
         self._open[key] = _ScoreTable(scoring, prompt)
 
-    def take(self, key: str) -> PromptScores:
+    def take_scores(self, key: str) -> PromptScores:
         return self._complete.pop(key).scores()
 
     def discard(self, key: str) -> None:
@@ -75,10 +75,10 @@ class PromptScorer:
 
 class _ScoreTable:
     def __init__(self, scoring: PromptScoring, prompt: list[int]) -> None:
-        assert scoring.start is not None
+        assert scoring.first_computed is not None
         self._prompt = prompt
         self.length = length = len(prompt)
-        self.start = scoring.start
+        self.start = scoring.first_computed
         self._scoring = scoring
         own = scoring.first is not None
         self._logprobs = np.full(length, np.nan, np.float32) if own else None

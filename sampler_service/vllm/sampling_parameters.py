@@ -26,8 +26,8 @@ def parameters_of(
     sample."""
     seeded = request.seed is not None and request.temperature > 0
     extra: dict[str, object] | None = {LEADER_ARGUMENT: leader} if leader else None
-    if scoring is not None and scoring.start is not None:
-        extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.start - 1}
+    if scoring is not None and scoring.first_computed is not None:
+        extra = {SCORING_ARGUMENT: request.id, CACHE_LIMIT_ARGUMENT: scoring.first_computed - 1}
     parameters = GrammarParameters(
         max_tokens=max(1, request.max_tokens),  # vLLM needs 1 or more: `pending.py` drops it
         top_k=request.top_k,

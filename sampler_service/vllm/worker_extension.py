@@ -62,10 +62,10 @@ class WeightsExtension:
         use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
 
     def tandem_begin_scores(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
-        self._tandem_scorer.begin(key, scoring, prompt=prompt)
+        self._tandem_scorer.begin_scoring(key, scoring, prompt=prompt)
 
     def tandem_take_scores(self, key: str) -> PromptScores:
-        return self._tandem_scorer.take(key)
+        return self._tandem_scorer.take_scores(key)
 
     def tandem_discard_scores(self, key: str) -> None:
         self._tandem_scorer.discard(key)

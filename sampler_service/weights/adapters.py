@@ -96,8 +96,8 @@ class _Adapter:
 class AdapterCache:
     """The adapters in an engine. A full one evicts the least recently used without a request.
 
-    Use in the engine's thread: `make_room(...)`, then `add(verified)`. Step the engine and pass
-    every result to `take_canary`. Once `ready(version)`, add requests that name it."""
+    Use in the engine's thread: `make_room(...)`, then `load_adapter(verified)`. Step the engine and
+    pass every result to `take_canary`. Once `ready(version)`, add requests that name it."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class AdapterCache:
             raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         return Verified(version, manifest.canary, bytes=manifest.bytes)
 
-    def add(self, verified: Verified) -> LoadOutcome | None:
+    def load_adapter(self, verified: Verified) -> LoadOutcome | None:
         """Load an adapter. Returns the outcome, or None if `take_canary` will return it.
 
         Raises `LoadFailed` and then has changed nothing."""

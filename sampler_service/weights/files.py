@@ -43,10 +43,10 @@ class TensorSource:
         import torch
 
         content = np.empty(self.stored.nbytes, np.uint8)
-        self.write(content)
+        self.write_bytes(content)
         return torch.from_numpy(content).view(self.stored.dtype).view(self.stored.shape)
 
-    def write(self, target: Bytes, start: int = 0) -> None:
+    def write_bytes(self, target: Bytes, start: int = 0) -> None:
         """Write the bytes of the value from `start` on, a multiple of `PIECE_BYTES`. Raises
         `LoadFailed`."""
         # NumPy copies here: torch's threads would wait for one another at each tensor.
@@ -74,7 +74,7 @@ class WeightsFile:
         if self.patch is not None:
             place = len(header_of(self.path))
             with damage_named(self.patch):
-                patch = Patch.open(self.patch)
+                patch = Patch.open_patch(self.patch)
         with safe_open(self.path, framework="pt", device="cpu") as file:
             for name in file.offset_keys():
                 source = TensorSource(name, file.get_tensor(name), place, patch, self.patch)

@@ -40,7 +40,7 @@ class ReadAhead:
     """Reads one version at a time, and keeps its outcome until another is wanted.
 
     Use in the engine's thread: `want(version)`. Once `outcome(version)` is a `Verified`, call
-    `take(version)`."""
+    `take_version(version)`."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ReadAhead:
         except LoadFailed as error:
             return error
 
-    def take(self, version: LoadableVersion) -> Verified:
+    def take_version(self, version: LoadableVersion) -> Verified:
         """Wait for a version, return it, and forget it. Raises `LoadFailed`."""
         self.want(version)
         assert self._reading is not None

@@ -136,7 +136,7 @@ class _Staging:
         self.staged += source.stored.nbytes
         content = memory.numpy()
         filling = [
-            self._pool.submit(source.write, content[start : start + _SLICE_BYTES], start)
+            self._pool.submit(source.write_bytes, content[start : start + _SLICE_BYTES], start)
             for start in range(0, content.size, _SLICE_BYTES)
         ]
         # Views of torch's own memory, so that torch knows the end of a copy.

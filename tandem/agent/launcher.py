@@ -140,7 +140,7 @@ class ProcessLauncher:
             worker = self._workers.get(worker_id)
             self._stopped.append(worker_id)
         if worker is not None:
-            stopping = asyncio.create_task(worker.kill() if at_once else worker.stop())
+            stopping = asyncio.create_task(worker.kill() if at_once else worker.stop_worker())
             self._stopping.add(stopping)
             stopping.add_done_callback(self._stopping.discard)
             await asyncio.shield(stopping)
@@ -222,7 +222,7 @@ class ProcessLauncher:
         return WorkerDetails(pid=worker.pid, log_path=worker.log_path)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        return self._watchers.add(map(_exit_of, self._ended))
+        return self._watchers.watch_exits(map(_exit_of, self._ended))
 
     async def close(self) -> None:
         if self._closed:
@@ -230,7 +230,7 @@ class ProcessLauncher:
         self._closed = True
         async with self._spawning:  # waits for a worker that is being spawned
             workers = tuple(self._workers.values())
-        ends = (self.idle.close(), *(worker.stop() for worker in workers))
+        ends = (self.idle.close(), *(worker.stop_worker() for worker in workers))
         for fault in await asyncio.gather(*ends, return_exceptions=True):
             if fault is not None:
                 raise fault
@@ -260,7 +260,7 @@ class ProcessLauncher:
             log_start = os.fstat(log_fd).st_size
             child = None
             if _may_be_pooled(spec):
-                child = await self.idle.take(spec.kind, line=line, log_fd=log_fd)
+                child = await self.idle.take_process(spec.kind, line=line, log_fd=log_fd)
             if child is None:
                 child = await start_child(
                     self.command(spec.kind), line=line, output=log_fd, scratches=self.scratches
@@ -268,7 +268,7 @@ class ProcessLauncher:
         finally:
             os.close(log_fd)
         try:
-            self.groups.add(child.pid)
+            self.groups.record_group(child.pid)
         except OSError:
             child.kill()
             raise

@@ -189,7 +189,7 @@ class Pool:
     def children(self) -> list[Child]:
         return [idle.child for waiting in self._idle.values() for idle in waiting]
 
-    async def take(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
+    async def take_process(self, kind: WorkerKind, *, line: bytes, log_fd: int) -> Child | None:
         """Turn an idle process into the worker with this specification, with its output in the log.
 
         Returns None if no process accepts it. Processes that refused are gone."""

@@ -54,7 +54,7 @@ class ProcessGroups:
         self._lines = [0] * max(_LINES, size)
         self._write(0, *[""] * len(self._lines))
 
-    def add(self, pgid: int) -> None:
+    def record_group(self, pgid: int) -> None:
         """Raises `OSError`."""
         if 0 not in self._lines:
             self._lines.append(0)

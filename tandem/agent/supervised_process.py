@@ -50,7 +50,7 @@ class SupervisedProcess:
         self._log_start = 0
         self._ends: deque[float] = deque()
 
-    def start(self) -> None:
+    def start_process(self) -> None:
         try:
             log = open(self.log_path, "ab", opener=_private)  # noqa: SIM115 - closed below
         except OSError as error:
@@ -83,7 +83,7 @@ class SupervisedProcess:
 
     def start_when_due(self) -> None:
         if self._clock() >= self.due:
-            self.start()
+            self.start_process()
 
     def note_end(self, *, served: bool = True) -> int:
         """Schedule the restart. Returns the number of recent ends.
@@ -116,7 +116,7 @@ class SupervisedProcess:
             return f"it was killed by {name}{memory} (log: {self.log_path})"
         return f"it exited with status {status}; see its log, {self.log_path}"
 
-    def stop(
+    def stop_process(
         self,
         number: signal.Signals,
         timeout: float,

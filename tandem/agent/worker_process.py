@@ -131,7 +131,7 @@ class WorkerProcess:
         finally:
             check.cancel()
 
-    async def stop(self) -> None:
+    async def stop_worker(self) -> None:
         """Ask it to end, and kill its group after the stop timeout. See `kill`."""
         self.expected = True
         with suppress(ProcessLookupError):  # it has ended

@@ -92,7 +92,7 @@ class ModelSize:
         return sum(1 << max(0, part - 1).bit_length() for part in parts)
 
     @classmethod
-    def of(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
+    def of_shapes(cls, shapes: Mapping[str, Sequence[int]], config: Json) -> ModelSize:
         """Return a model's size from its tensors' shapes and its `config.json`."""
         blocks: Counter[str] = Counter()
         adapter_width, width, expert_width = 0, 0, 0.0

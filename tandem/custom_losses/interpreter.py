@@ -40,7 +40,7 @@ class Interpreter:
             table = FUNCTIONS if node.kind == "function" else METHODS
             self._functions.append(table[node.target])
 
-    def run(self, inputs: Sequence[Tensor], *, gradient: bool) -> LossValue:
+    def compute_graph(self, inputs: Sequence[Tensor], *, gradient: bool) -> LossValue:
         """Compute the graph and, if requested, its `gradient`. `inputs` are in the graph's order.
 
         Raises `CustomLossFailed`, which names the node and the operation."""

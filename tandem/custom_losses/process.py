@@ -293,7 +293,9 @@ def _evaluate(request: _Json, tensors: list[Tensor]) -> tuple[_Json, list[Tensor
         _limit(resource.RLIMIT_AS, size + memory)
     try:
         for start in range(1, len(tensors), count):
-            result = interpreter.run(tensors[start : start + count], gradient=bool(gradient))
+            result = interpreter.compute_graph(
+                tensors[start : start + count], gradient=bool(gradient)
+            )
             losses.append(result.loss)
             if result.gradient is not None:
                 gradients.append(result.gradient)

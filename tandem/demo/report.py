@@ -41,7 +41,7 @@ class LiveTable:
         if self._console.is_terminal:
             self._live.stop()
 
-    def add(self, result: StepResult) -> None:
+    def add_step(self, result: StepResult) -> None:
         cells = (
             str(result.step),
             f"{result.reward_mean:.4f}",

@@ -280,7 +280,7 @@ def _train(
     with LiveTable(console=console, title=title) as table, endpoint.client() as client:
         sampled_from = newest_version(_status(client))
         for result in loop.steps():
-            table.add(result)
+            table.add_step(result)
             directory.add_step(result, algorithm=job.algorithm, weight_version=sampled_from)
             results.append(result)
             sampled_from = newest_version(_status(client))

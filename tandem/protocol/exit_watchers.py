@@ -10,7 +10,7 @@ from tandem.protocol.worker import WorkerExit
 
 
 class ExitWatchers:
-    """Tells every watcher each exit after its `add`. Its length is their number.
+    """Tells every watcher each exit after its `watch_exits`. Its length is their number.
 
     A watcher that never began to read leaves with its iterator."""
 
@@ -21,7 +21,7 @@ class ExitWatchers:
     def __len__(self) -> int:
         return len(self._queues)
 
-    def add(self, before: Iterable[WorkerExit] = ()) -> AsyncIterator[WorkerExit]:
+    def watch_exits(self, before: Iterable[WorkerExit] = ()) -> AsyncIterator[WorkerExit]:
         """Yield the exits in `before` and all later ones, until `close`."""
         queue: asyncio.Queue[WorkerExit | None] = asyncio.Queue()
         for exit_ in (*before, *([None] if self._closed else [])):

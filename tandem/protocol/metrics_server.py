@@ -25,7 +25,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class MetricsServer:
-    """Example: `port = MetricsServer(registry, host="127.0.0.1").start(port=0)`.
+    """Example: `port = MetricsServer(registry, host="127.0.0.1").serve_metrics(port=0)`.
 
     `deadline` limits a whole connection, in seconds."""
 
@@ -37,7 +37,7 @@ class MetricsServer:
         self._deadline = deadline
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
-    def start(self, *, port: int) -> int:
+    def serve_metrics(self, *, port: int) -> int:
         """Serve from a thread. Returns the port, a free one for port 0. Raises `OSError`."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         listening = socket.create_server((self._host, port), family=family, backlog=128)

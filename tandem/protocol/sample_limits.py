@@ -36,7 +36,7 @@ class SampleLimits:
     max_length: int | None
     model_length: int | None = None
 
-    def check(self, message: sampler_pb2.SampleRequest) -> int | None:
+    def check_request(self, message: sampler_pb2.SampleRequest) -> int | None:
         """Return the maximum tokens per sample, or None if the length is unknown. Raises a
         `UserError`."""
         prompt = len(message.prompt_tokens) // 4

@@ -45,7 +45,7 @@ def server_options(kind: WorkerKind) -> list[tuple[str, int]]:
 class WorkerServer:
     """Use: `server = WorkerServer(spec)`, `add_TrainerServicer_to_server(servicer, server.grpc)`,
     `link.report(await server.listen(registry))`. Once the model is loaded, `await
-    server.set_serving(True)`. At the end, `await server.stop(grace)`."""
+    server.set_serving(True)`. At the end, `await server.stop_serving(grace)`."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
@@ -71,7 +71,9 @@ class WorkerServer:
             threading.Thread(target=self._hold_lifeline, name="lifeline", daemon=True).start()
         return WorkerReport(
             address=f"{host}:{port}",
-            metrics_port=MetricsServer(registry, host=spec.host).start(port=spec.metrics_port),
+            metrics_port=MetricsServer(registry, host=spec.host).serve_metrics(
+                port=spec.metrics_port
+            ),
             pid=os.getpid(),
         )
 
@@ -90,7 +92,7 @@ class WorkerServer:
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
 
-    async def stop(self, grace: float) -> None:
+    async def stop_serving(self, grace: float) -> None:
         """Refuse new calls, and cancel unfinished ones after `grace` seconds."""
         await self._health.enter_graceful_shutdown()
         await self.grpc.stop(grace)

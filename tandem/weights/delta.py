@@ -118,7 +118,7 @@ class Patch:
         self._starts = [change.start for change in changes]
 
     @classmethod
-    def open(cls, file: Path) -> Patch:
+    def open_patch(cls, file: Path) -> Patch:
         """Raises `OSError`, or `ValueError` for an invalid patch."""
         if not file.stat().st_size:  # no changes, and an empty file cannot be mapped
             return cls([])

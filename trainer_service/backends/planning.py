@@ -65,7 +65,7 @@ def memory_of(
     shapes = shapes_on_a_rank(model, training.layout.tensor_parallel)
     trained = adapters or shapes
     return TrainerMemory(
-        model=ModelSize.of(shapes, model.config.get_text_config().to_dict()),
+        model=ModelSize.of_shapes(shapes, model.config.get_text_config().to_dict()),
         trained=sum(math.prod(shape) for shape in trained.values()),
         moments=_moments(trained, training, outer=outer),
         training=training,

@@ -121,7 +121,7 @@ class InferenceService:
         prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
         requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
         for each in requests:
-            limits.check(each)
+            limits.check_request(each)
         builder = ResponseBuilder(
             request,
             tokenizer=tokenizer,

@@ -205,7 +205,7 @@ async def asample(request: BoundedRequest) -> Response:
             )
     else:
         if limits is not None:
-            limits.check(message)
+            limits.check_request(message)
         sampler = sampler_of(gateway, session)
         message.operation_id = request_id
         message.session_id = session.session_id

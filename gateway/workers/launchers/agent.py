@@ -180,7 +180,7 @@ class AgentLauncher:
     def watch(self) -> AsyncIterator[WorkerExit]:
         if self._following is None and not self._closed:
             self._following = asyncio.create_task(self._follow(), name="agent-follower")
-        return self._watchers.add()
+        return self._watchers.watch_exits()
 
     async def close(self) -> None:
         if self._closed:

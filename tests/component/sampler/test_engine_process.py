@@ -127,10 +127,10 @@ assert len(sampled(4).samples[0].tokens) == 4
 assert sampled(101).failure.type == "sequence_too_long"
 engine._patience = 0.5
 print(raised(lambda: engine.load(Path("m"))))
-engine.end()
+engine.kill_engine()
 process = forked(stuck, 0.5)
 print(raised(lambda: process.connect(lambda: None)))
-process.end()
+process.kill_engine()
 
 def stopped():
     engine = forked(lambda on_lost: FakeEngine(), 60).connect(lambda: None)
@@ -142,11 +142,11 @@ def stopped():
 engine = stopped()
 engine.add(request(3))
 print(raised(lambda: [engine.step() for _ in range(9)]))
-engine.end()
+engine.kill_engine()
 engine = stopped()
 engine.add(EngineRequest(id="r", prompt=[1] * 10**6, num_samples=1, max_tokens=1))
 print(raised(engine.step))
-engine.end()
+engine.kill_engine()
 engine = forked(lambda on_lost: FakeEngine(), 60).connect(lambda: None)
 engine._connection.send_bytes(b"no message")
 print(raised(engine.memory))

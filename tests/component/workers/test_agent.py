@@ -259,7 +259,7 @@ async def test_a_gateway_notices_that_an_agent_is_frozen_and_that_it_goes_on(tmp
 async def test_an_agent_serves_when_nothing_is_left_of_the_workers_of_the_one_before(tmp_path):
     """A process that ignores its lifeline acts as one that dies slowly."""
     with running("sleep", "600") as survivor:
-        ProcessGroups(tmp_path / FILE_NAME).add(survivor.pid)
+        ProcessGroups(tmp_path / FILE_NAME).record_group(survivor.pid)
         async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
             await launcher.stop("of-the-agent-before")
             assert group_members(survivor.pid) == []
@@ -280,7 +280,7 @@ async def test_an_agent_notes_its_workers_while_they_run_and_leaves_other_proces
 
 async def test_an_agent_leaves_a_later_group_alone_that_has_the_number_and_is_no_session(tmp_path):
     groups = ProcessGroups(tmp_path / FILE_NAME)
-    with left_by_its_first(note=groups.add) as (pgid, member):
+    with left_by_its_first(note=groups.record_group) as (pgid, member):
         assert group_members(pgid) == [member]
         await ProcessGroups(tmp_path / FILE_NAME).end_earlier()
         assert group_members(pgid) == [member]
@@ -292,7 +292,7 @@ async def test_an_agent_leaves_processes_alone_whose_number_was_noted_in_another
     with running("sleep", "600") as other:
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(process_identity, "namespace", lambda: "another ")
-            ProcessGroups(tmp_path / FILE_NAME).add(other.pid)
+            ProcessGroups(tmp_path / FILE_NAME).record_group(other.pid)
         await ProcessGroups(tmp_path / FILE_NAME).end_earlier()
         assert group_members(other.pid)
 

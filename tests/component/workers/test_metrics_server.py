@@ -18,7 +18,7 @@ from tests.support.waiting import wait_until
 def serving(*, deadline: float = 60.0, host: str = "127.0.0.1") -> int:
     registry = CollectorRegistry()
     Counter("tandem_tests", "Tests.", registry=registry).inc()
-    return MetricsServer(registry, host=host, deadline=deadline).start(port=0)
+    return MetricsServer(registry, host=host, deadline=deadline).serve_metrics(port=0)
 
 
 def ask(port: int, *, host: str = "127.0.0.1", method: str = "GET", path: str = "/metrics"):
@@ -78,7 +78,7 @@ def test_a_client_that_reads_nothing_is_ended():
     counter = Counter("tandem_tests", "Tests.", ["label"], registry=registry)
     for number in range(100_000):
         counter.labels(f"{number:0100}")
-    port = MetricsServer(registry, host="127.0.0.1", deadline=2.0).start(port=0)
+    port = MetricsServer(registry, host="127.0.0.1", deadline=2.0).serve_metrics(port=0)
     with socket.create_connection(("127.0.0.1", port)) as deaf:
         deaf.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
         mine = deaf.getsockname()[1]

@@ -139,7 +139,7 @@ def test_cancelling_all_requests_of_an_unverified_adapter_leaves_the_scheduler_r
     version = adapter(tmp_path, 1)
     bench.ask(BASE, "running", steps=1)
     gone = bench.ask(version, "gone")
-    bench.adapters.add(bench.adapters.verify(version, lambda: None))
+    bench.adapters.load_adapter(bench.adapters.verify(version, lambda: None))
     assert gone.cancel()
     bench.turns(1)
     assert bench.scheduler.status.adapters == (version.name,)

@@ -98,19 +98,19 @@ def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
 
         buffer = StreamBuffer(topk=2, loop=Counting())  # type: ignore[arg-type]
         for step in range(1000):
-            buffer.add([delta(0, [step]), delta(1, [step])], ONE)
-        buffer.add([delta(1, [7], finished=True)], ONE)
+            buffer.add_deltas([delta(0, [step]), delta(1, [step])], ONE)
+        buffer.add_deltas([delta(1, [7], finished=True)], ONE)
         assert len(woken) == 1
-        first, second = await buffer.take()
+        first, second = await buffer.next_deltas()
         assert held(first) + held(second) == 2001 * (8 + 16), "as many bytes as the tokens have"
         assert np.frombuffer(first.tokens, "<i4").tolist() == list(range(1000))
         assert np.frombuffer(first.logprobs, "<f4").tolist() == [-float(i) for i in range(1000)]
         assert (first.topk.length, first.topk.k, first.finished) == (1000, 2, False)
         assert (second.index, second.finished, len(second.tokens)) == (1, True, 4004)
-        buffer.add([delta(0, [3])], ONE)
+        buffer.add_deltas([delta(0, [3])], ONE)
         buffer.close()
-        assert [len(each.tokens) for each in await buffer.take()] == [4]
-        assert await buffer.take() == []
+        assert [len(each.tokens) for each in await buffer.next_deltas()] == [4]
+        assert await buffer.next_deltas() == []
 
     asyncio.run(scenario())
 
@@ -118,8 +118,8 @@ def test_untaken_deltas_are_merged_by_sample_and_wake_the_reader_once():
 def test_a_greedy_sample_is_streamed_for_each_of_its_copies():
     async def scenario() -> None:
         buffer = StreamBuffer(topk=2, copies=3)
-        buffer.add([delta(0, [5], finished=True)], ONE)
-        deltas = await buffer.take()
+        buffer.add_deltas([delta(0, [5], finished=True)], ONE)
+        deltas = await buffer.next_deltas()
         assert [(each.index, each.finished) for each in deltas] == [(0, True), (1, True), (2, True)]
 
     asyncio.run(scenario())
@@ -129,8 +129,8 @@ def test_tokens_of_two_versions_are_not_merged_into_one_delta():
     async def scenario() -> None:
         buffer = StreamBuffer(topk=2)
         for tokens, version in (([5], ONE), ([6], ONE), ([7], TWO)):
-            buffer.add([delta(0, tokens)], version)
-        told = [(each.version, len(each.tokens) // 4) for each in await buffer.take()]
+            buffer.add_deltas([delta(0, tokens)], version)
+        told = [(each.version, len(each.tokens) // 4) for each in await buffer.next_deltas()]
         assert told == [(ONE.name, 2), (TWO.name, 1)]
 
     asyncio.run(scenario())

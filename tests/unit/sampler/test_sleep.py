@@ -197,7 +197,7 @@ def test_adapters_that_were_kept_serve_at_once_and_dropped_ones_are_added_again(
 def test_an_adapter_that_is_being_checked_is_waited_for(tmp_path: Path):
     bench = Bench(base=write_base(tmp_path / "base"), rank=RANK)
     version = adapter(tmp_path, 1)
-    bench.adapters.add(bench.adapters.verify(version, lambda: None))
+    bench.adapters.load_adapter(bench.adapters.verify(version, lambda: None))
     sleep = bench.scheduler.sleep(KEEP)
     bench.turns(1)
     assert not sleep.done() and bench.adapters.ready(version)

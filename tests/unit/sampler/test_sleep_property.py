@@ -32,10 +32,12 @@ class WouldBlock(Exception):
 
 
 class NonBlockingQueue(SubmissionQueue):
-    def take(self, *, wait: bool, seconds: float | None = None) -> list[Work | QueuedSwitch]:
+    def take_submissions(
+        self, *, wait: bool, seconds: float | None = None
+    ) -> list[Work | QueuedSwitch]:
         if wait and not len(self) and not self._notified:
             raise WouldBlock
-        return super().take(wait=False)
+        return super().take_submissions(wait=False)
 
 
 class WatchedEngine(FakeEngine):
@@ -73,14 +75,14 @@ class Sampler(RuleBasedStateMachine):
         scheduler._submissions = queue
         reader = scheduler._reader
         reader._on_done = queue.notify
-        take = reader.take
+        take = reader.take_version
 
         def take_at_once(version: LoadableVersion) -> Verified:
             reader.want(version)
             self.reads.finish()
             return take(version)
 
-        reader.take = take_at_once
+        reader.take_version = take_at_once
         adapters = [replace(adapter(self.folder, n), run_id="adapters") for n in NUMBERS]
         full = [replace(version, run_id="all weights") for version in (NEW, OTHER)]
         self.versions = [BASE, *full, *adapters]

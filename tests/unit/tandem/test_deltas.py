@@ -20,7 +20,7 @@ def patch_of(old: Bytes, new: Bytes, *, start: int = 0) -> bytes:
 def patched(old: Bytes, patch: bytes, folder: Path, *, start: int = 0) -> Bytes:
     (folder / "patch").write_bytes(patch)
     made = old.copy()
-    for change in Patch.open(folder / "patch").within(start, old.size):
+    for change in Patch.open_patch(folder / "patch").within(start, old.size):
         change.apply(made, start=start)
     return made
 

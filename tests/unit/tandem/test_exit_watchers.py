@@ -10,7 +10,7 @@ FIRST, SECOND = (WorkerExit(worker_id=name, reason="killed") for name in ("w-1",
 
 async def test_a_watcher_hears_of_exits_before_and_after_it_came():
     watchers = ExitWatchers()
-    exits = watchers.add([FIRST])
+    exits = watchers.watch_exits([FIRST])
     watchers.tell(SECOND)
     watchers.close()
     assert [each async for each in exits] == [FIRST, SECOND]
@@ -19,7 +19,7 @@ async def test_a_watcher_hears_of_exits_before_and_after_it_came():
 
 def test_a_watcher_that_never_began_to_read_leaves_with_its_iterator():
     watchers = ExitWatchers()
-    exits = watchers.add()
+    exits = watchers.watch_exits()
     assert len(watchers) == 1
     del exits
     assert len(watchers) == 0

@@ -48,7 +48,7 @@ def test_one_that_ends_before_it_serves_is_given_up_however_slowly_it_starts(sup
 
 
 def test_nothing_is_started_before_its_time(supervised, clock):
-    supervised.start = lambda: started.append(clock.now)
+    supervised.start_process = lambda: started.append(clock.now)
     started: list[float] = []
     supervised.note_end()
     supervised.start_when_due()
@@ -74,7 +74,7 @@ def test_who_waits_for_the_stack_hears_of_an_end_that_failed(tmp_path, monkeypat
 
     stack = Stack(data_dir=tmp_path)
     monkeypatch.setattr(stack, "_supervise", lambda: None)
-    monkeypatch.setattr(stack._agent, "stop", fail)
+    monkeypatch.setattr(stack._agent, "stop_process", fail)
     stack._run()
     with pytest.raises(OSError, match="no memory"):
         stack.wait()

@@ -14,7 +14,7 @@ SHAPES = {
     "embedding.weight": (50, 10),
     **{f"blocks.{number}.weight": (10, 10) for number in range(3)},
 }
-SIZE = ModelSize.of(SHAPES, {"vocab_size": 50, "hidden_size": 10})
+SIZE = ModelSize.of_shapes(SHAPES, {"vocab_size": 50, "hidden_size": 10})
 
 
 def memory_of(
@@ -51,7 +51,7 @@ def test_a_token_goes_through_few_experts_in_whatever_tensors_they_are():
     apart = {f"h.0.experts.{number}.up": (6, 4) for number in range(8)}
     apart["h.0.shared_experts.up"] = (6, 4)
     config = {"num_experts": 8, "num_experts_per_tok": 2}
-    sizes = [ModelSize.of(shapes, config) for shapes in (stacked, apart)]
+    sizes = [ModelSize.of_shapes(shapes, config) for shapes in (stacked, apart)]
     assert [(each.width, each.expert_width) for each in sizes] == [(10, 20), (10, 20)]
     assert [each.adapter_width for each in sizes] == [90, 90]
 
@@ -59,7 +59,7 @@ def test_a_token_goes_through_few_experts_in_whatever_tensors_they_are():
 def test_a_rank_with_some_experts_computes_rows_for_all_of_a_token_s_experts():
     config = {"num_experts": 8, "num_experts_per_tok": 2}
     whole, half = (
-        ModelSize.of({"h.0.experts.up": (count, 6, 4), "h.0.q": (count, 4)}, config)
+        ModelSize.of_shapes({"h.0.experts.up": (count, 6, 4), "h.0.q": (count, 4)}, config)
         for count in (8, 4)
     )
     assert (whole.expert_width, half.expert_width) == (20, 20)
@@ -68,14 +68,14 @@ def test_a_rank_with_some_experts_computes_rows_for_all_of_a_token_s_experts():
 
 
 def test_each_tensor_is_rounded_after_its_division_among_shards():
-    size = ModelSize.of({"a": (4, 64), "b": (3,)}, {})
+    size = ModelSize.of_shapes({"a": (4, 64), "b": (3,)}, {})
     assert [size.pinned(shards) for shards in (1, 2, 3)] == [256 + 4, 128 + 2, 128 + 1]
 
 
 def test_eager_attention_keeps_the_scores_of_all_pairs_of_a_sequence():
     def activations(tokens: int, *, checkpointed: bool = False, ranks: int = 1, **config) -> int:
         sizes = {"num_attention_heads": 4, "max_position_embeddings": 100, "hidden_size": 10}
-        model = ModelSize.of(SHAPES, {**sizes, **config})
+        model = ModelSize.of_shapes(SHAPES, {**sizes, **config})
         memory = memory_of(ranks=ranks, layout=Layout(tensor_parallel=ranks))
         memory = replace(memory, model=model)
         return memory.parts(tokens, checkpointed=checkpointed, copied=False)["activations"]

@@ -264,7 +264,7 @@ class KubernetesLauncher:
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         self._open()
-        return self._watchers.add(self._ended.values())
+        return self._watchers.watch_exits(self._ended.values())
 
     async def close(self) -> None:
         if self._closed:
