@@ -316,8 +316,8 @@ class Gateway:
         self.keys.set_local(self.api_key)
         await take_bootstrap_key(self.settings, keys=self.keys, audit=self.audit)
         check_listening(self.settings, keys=self.keys)
-        await self.futures.open()
-        await self.models.open()
+        await self.futures.clear_folder()
+        await self.models.read_models()
         for name, path in self.settings.models.items():  # before sessions, which may use them
             await self.models.add(name=name, path=str(path))
         launchers = self.processes.launchers
@@ -330,12 +330,12 @@ class Gateway:
             self._log.info("device_group", **group.about())
         self.supervisor.declare(groups, budgets_of(self.settings, host))
         self._worker_metrics.watch([group.name for group in groups], self.supervisor.overview)
-        await self.processes.open(self.supervisor)
+        await self.processes.find_processes(self.supervisor)
         await self.supervisor.open()
-        await self.sessions.open()
-        await self.runs.open()
-        await self.sampling.open()
-        await self.samplers.open()
+        await self.sessions.read_sessions()
+        await self.runs.resume_runs()
+        await self.sampling.restore_sessions()
+        await self.samplers.take_up_engines()
         await self.supervisor.settle(self._holders())
         await self.collector.collect_all()
 

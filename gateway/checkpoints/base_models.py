@@ -69,7 +69,7 @@ class BaseModels:
         self._longest: dict[str, int] = {}
         self._vocabularies: dict[BaseModelEntry, int] = {}
 
-    async def open(self) -> None:
+    async def read_models(self) -> None:
         for row in await self._database.read(select(models).order_by(models.c.name)):
             path = str(self._data_dir / row["path"])
             self._entries[row["name"]] = from_row(BaseModelEntry, row, path=path)

@@ -75,7 +75,7 @@ class RunRegistry:
         self._resumption = RunResumption(self.database, self.limits, self.tools)
         self._log = get_log()
 
-    async def open(self) -> None:
+    async def resume_runs(self) -> None:
         """Resume an earlier gateway's restorable runs and end the others."""
         over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
         active = runs.c.state == "active"
@@ -90,7 +90,7 @@ class RunRegistry:
         for row in others:
             self.lifecycle.write_end(row["id"], _restarted())
         await self.database.flush()
-        await self.tools.snapshots.open()
+        await self.tools.snapshots.remove_ended()
         lost = await self.journal.abandon()
         for row in restored:
             try:

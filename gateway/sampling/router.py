@@ -60,7 +60,7 @@ class SamplerRouter:
         self._samplers: dict[str, Sampler] = {}
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def open(self) -> None:
+    async def take_up_engines(self) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
         their loaded versions are known, so that the garbage collector spares them, without waiting
         long for a busy engine."""

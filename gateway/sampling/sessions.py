@@ -75,7 +75,7 @@ class SamplingSessionRegistry:
     def __post_init__(self) -> None:
         self._log = get_log()
 
-    async def open(self) -> None:
+    async def restore_sessions(self) -> None:
         """Restore sampling sessions with an existing session, model and weights. End and log the
         others."""
         for row in await self.database.read(

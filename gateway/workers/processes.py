@@ -75,7 +75,7 @@ class Processes:
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
 
-    async def open(self, reports: ProcessReports) -> None:
+    async def find_processes(self, reports: ProcessReports) -> None:
         """Find the processes of an earlier gateway for `take_up`, and begin to watch. On return,
         each of them has heard of this gateway, or does not answer."""
         self._reports = reports

@@ -89,7 +89,7 @@ class SessionRegistry:
         self._ran_at = time.monotonic()
         self._log = get_log()
 
-    async def open(self) -> None:
+    async def read_sessions(self) -> None:
         for row in await self._database.read(select(sessions).where(sessions.c.state == "active")):
             self._active[row["id"]] = from_row(Session, row)
 

@@ -50,7 +50,7 @@ class SnapshotStore:
         self._bytes: defaultdict[str, dict[str, int]] = defaultdict(dict)
         self._log = get_log()
 
-    async def open(self) -> None:
+    async def remove_ended(self) -> None:
         """Remove the snapshots of ended runs. Folders of unknown runs stay (`GarbageCollector`)."""
         active = select(runs.c.id).where(runs.c.state == "active")
         await self._database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))

@@ -155,7 +155,7 @@ class FutureTable:
     def bytes_held(self) -> int:
         return sum(self._bytes.values())
 
-    async def open(self) -> None:
+    async def clear_folder(self) -> None:
         await asyncio.to_thread(shutil.rmtree, self.folder, ignore_errors=True)
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
     def fail(self):
         raise OSError("the disk is away")
 
-    monkeypatch.setattr("gateway.owners.sessions.registry.SessionRegistry.open", fail)
+    monkeypatch.setattr("gateway.owners.sessions.registry.SessionRegistry.read_sessions", fail)
     left: list[bool] = []
 
     async def close(self, *, leaving: bool) -> None:

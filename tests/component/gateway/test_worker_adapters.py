@@ -120,7 +120,7 @@ class Gateway:
 
     async def open(self) -> None:
         await self.database.open()
-        await self.processes.open(self.supervisor)
+        await self.processes.find_processes(self.supervisor)
         await self.supervisor.open()
 
     async def close(self, *, leaving: bool = False) -> None:

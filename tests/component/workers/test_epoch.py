@@ -42,7 +42,7 @@ class Gateway:
 
     @asynccontextmanager
     async def opened(self):
-        await self.processes.open(MagicMock())
+        await self.processes.find_processes(MagicMock())
         try:
             yield self
         finally:

@@ -158,7 +158,7 @@ class FreezingWorld:
             clock=now,
         )
         self.supervisor = CheckedSupervisor(roster)
-        await self.processes.open(self.supervisor)
+        await self.processes.find_processes(self.supervisor)
         await self.supervisor.open()
 
     async def close_gateway(self) -> None:

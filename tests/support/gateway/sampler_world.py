@@ -224,12 +224,12 @@ class World:
 
     async def open_host(self) -> None:
         self._make_router()
-        await self.processes.open(self.supervisor)
+        await self.processes.find_processes(self.supervisor)
         await self.supervisor.open()
 
     async def open(self) -> None:
         await self.open_host()
-        await self.router.open()
+        await self.router.take_up_engines()
         await self.supervisor.settle(self.router.keys())
 
     def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:

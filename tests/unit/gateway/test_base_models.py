@@ -38,7 +38,7 @@ def downloaded(place, name: str):
 
 async def opened(database, place) -> BaseModels:
     models = BaseModels(database=database, data_dir=place.parent, models_dir=place)
-    await models.open()
+    await models.read_models()
     return models
 
 

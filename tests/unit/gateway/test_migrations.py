@@ -136,7 +136,7 @@ async def test_a_data_directory_can_be_moved(tmp_path):
     await second.database.open()
     assert (await second.versions.version(version.name)).path == str(second.data_dir / VERSION)
     models = base_models(second)
-    await models.open()
+    await models.read_models()
     assert models.get("tiny").path == str(second.data_dir / "models" / "tiny")
     await second.collector.find_unknown()
     assert second.collector.unknown == set()

@@ -128,7 +128,7 @@ async def test_snapshots_and_payloads_go_with_a_run_that_is_over_and_stay_of_an_
         versions=store.versions,
     )
     await journal.abandon()
-    await snapshots.open()
+    await snapshots.remove_ended()
 
     assert {path.name for path in (store.data_dir / "operations").iterdir()} == {
         "s-2_train_0",

@@ -278,7 +278,7 @@ class KubernetesLauncher:
     def _open(self) -> None:
         if not self._opened:
             self._opened = True
-            self._reconciler.open()
+            self._reconciler.start_following()
 
     def _note_end(self, worker: PodWorker) -> None:
         """Report a lost worker to the watchers, unless a caller awaits it."""

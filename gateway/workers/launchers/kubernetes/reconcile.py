@@ -102,7 +102,7 @@ class Reconciler:
     def current(self) -> bool:
         return all(each.current for each in self.views)
 
-    def open(self) -> None:
+    def start_following(self) -> None:
         followers = (each.follow() for each in self.views)
         self._tasks = [asyncio.create_task(each) for each in (*followers, self._run())]
 
