@@ -346,7 +346,7 @@ class Gateway:
     def _holders(self) -> set[str]:
         """Return the ids of all runs, and the keys of all samplers, also those that only hold
         places for runs."""
-        hosts = self.runs.hosts.all()
+        hosts = self.runs.hosts.list_hosts()
         runs = {run_id for host in hosts for run_id in host.runs}
         return runs | self.samplers.keys() | {host.sampler for host in hosts}
 
@@ -447,7 +447,7 @@ class Gateway:
             "Training runs that have not ended.",
             lambda: sum(run.state != "ended" for run in self.runs.all()),
         )
-        watch("workers", "Workers that start or serve.", lambda: len(self.processes.all()))
+        watch("workers", "Workers that start or serve.", lambda: len(self.processes.list_records()))
         watch(
             "host_memory_bytes",
             "Host memory that workers have, or may take in a sleep.",

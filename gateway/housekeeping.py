@@ -132,7 +132,7 @@ class Housekeeping:
                 in_use={
                     "gateway",
                     "agent",
-                    *(worker.worker_id for worker in self._gateway.processes.all()),
+                    *(worker.worker_id for worker in self._gateway.processes.list_records()),
                 },
             )
         except OSError as error:  # such as a full disk: the other work continues

@@ -61,7 +61,7 @@ class Connections:
         self._waiting: dict[BoundedProtocol, None] = {}
         self._surplus: dict[BoundedProtocol, None] = {}
 
-    def add(self, new: BoundedProtocol) -> bool:
+    def admit_connection(self, new: BoundedProtocol) -> bool:
         """Add a connection. Return False for a surplus one, which only takes `VITAL` requests."""
         if len(self._open) >= self.most:
             self._metrics.refusals.labels(limit="connections").inc()
@@ -121,7 +121,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._surplus = not self._all.add(self)
+        self._surplus = not self._all.admit_connection(self)
         self._expect_headers()
 
     def connection_lost(self, exc: Exception | None) -> None:

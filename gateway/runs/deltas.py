@@ -28,7 +28,7 @@ class Published:
 @dataclass(eq=False)
 class DeltaBase:
     """The base of a run's next delta, forgotten when the gateway ends. Ask the trainer for a delta
-    of `next()`, then call `note` with the result."""
+    of `next()`, then call `note_published` with the result."""
 
     _whole: str = ""
     _written: int = 0
@@ -42,7 +42,7 @@ class DeltaBase:
             return ""
         return self._whole
 
-    def note(self, published: Published) -> None:
+    def note_published(self, published: Published) -> None:
         written, whole = published.written_bytes, published.bytes
         if not published.delta_of:
             self._whole, self._written, self._versions = published.version, written, 1

@@ -59,7 +59,7 @@ class RunLifecycle:
             begins = run.creation is not None and not run.creation.future.ended
             await self.hosts.place(run)
             if run.creation is not None and begins:
-                await trainer.start()
+                await trainer.start_trainer()
                 call = Call(run.creation)
                 call.begin()
                 self.journal.end(run.creation, await runner.carry_out(call))

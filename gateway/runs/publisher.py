@@ -78,7 +78,7 @@ class WeightPublisher:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
-            run.deltas.note(written)
+            run.deltas.note_published(written)
         if sampled:
             run.newest = name
         run.published = written

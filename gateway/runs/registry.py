@@ -123,7 +123,7 @@ class RunRegistry:
         await read_ahead(run.model.path, self.settings)
         self.hosts.for_left(run, key=row["host"])
         run.log = self.journal.open_log(run.id, run.recovery)
-        ended = await self._resumption.resume(run, row)
+        ended = await self._resumption.resume_run(run, row)
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=ended)
 

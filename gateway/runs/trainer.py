@@ -71,7 +71,7 @@ class RunTrainer:
         serving = self._serving
         return serving.result() if serving.done() else await asyncio.shield(serving)
 
-    async def start(self) -> None:
+    async def start_trainer(self) -> None:
         """Start the first trainer. Raises `WorkerStartFailed` or `WorkerDied`."""
         try:
             client = await self._join()

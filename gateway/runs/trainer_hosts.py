@@ -34,7 +34,7 @@ class TrainerHosts:
     samplers: SamplerRouter
     _hosts: dict[str, TrainerHost] = field(default_factory=dict, init=False)
 
-    def all(self) -> list[TrainerHost]:
+    def list_hosts(self) -> list[TrainerHost]:
         return list(self._hosts.values())
 
     def get(self, key: str) -> TrainerHost | None:

@@ -86,7 +86,7 @@ class Load:
     tokens: int = 0
     versions: Counter[str] = field(default_factory=Counter)
 
-    def add(self, work: Work, sign: int = 1) -> None:
+    def count_work(self, work: Work, sign: int = 1) -> None:
         self.requests += sign
         self.samples += sign * work.samples
         self.tokens += sign * work.tokens
@@ -131,13 +131,13 @@ class Balancer(Generic[Engine]):
         """Assign the work to this engine. Return False if it is not serving or full."""
         if engine not in self._engines() or not self._has_room(engine):
             return False
-        self._loads.setdefault(engine, Load()).add(work)
+        self._loads.setdefault(engine, Load()).count_work(work)
         self._note(work, engine)
         return True
 
     def end(self, engine: Engine, work: Work) -> None:
         load = self._loads[engine]
-        load.add(work, -1)
+        load.count_work(work, -1)
         if not load.requests:
             del self._loads[engine]
             if idle := self._awaited.pop(engine, None):
@@ -151,7 +151,7 @@ class Balancer(Generic[Engine]):
     @contextmanager
     def under_way(self, engine: Engine, work: Work) -> Iterator[None]:
         """Count the work at this engine during the block, regardless of room."""
-        self._loads.setdefault(engine, Load()).add(work)
+        self._loads.setdefault(engine, Load()).count_work(work)
         try:
             yield
         finally:
@@ -168,7 +168,7 @@ class Balancer(Generic[Engine]):
                 engine = self._choose(work)
                 if engine is None:
                     continue
-                self._loads.setdefault(engine, Load()).add(work)
+                self._loads.setdefault(engine, Load()).count_work(work)
                 turn.set_result(engine)
             queue.popleft()
             if queue:

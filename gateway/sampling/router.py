@@ -289,8 +289,8 @@ class SamplerRouter:
         )
         future.on_end(lambda _outcome: reserved.close())
         sample = SampleCall(future=future, request=request, tell=tell)
-        sampler.add(sample)
-        sampler.begin(sample)
+        sampler.queue_sample(sample)
+        sampler.begin_sample(sample)
 
     def cancel(self, request_id: str) -> None:
         """Cancel a sample here and in its engine. Ignore an unknown or ended one."""

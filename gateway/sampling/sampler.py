@@ -162,8 +162,8 @@ class Sampler:
 
     # --- Samples ------------------------------------------------------------------------------
 
-    def add(self, sample: SampleCall) -> None:
-        """Add a sample, which waits until `begin`, and pin its weight version."""
+    def queue_sample(self, sample: SampleCall) -> None:
+        """Add a sample, which waits until `begin_sample`, and pin its weight version."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
         sample.number = self._numbers[-1] + 1 if self._numbers else 0
@@ -171,7 +171,7 @@ class Sampler:
         self._demand(1)
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
-    def begin(self, sample: SampleCall) -> None:
+    def begin_sample(self, sample: SampleCall) -> None:
         sample.task = asyncio.create_task(self._answer(sample))
 
     def end_samples_of(self, session_id: str, error: TandemError) -> None:
@@ -179,7 +179,7 @@ class Sampler:
             if sample.request.session_id == session_id:
                 sample.future.resolve(error)
 
-    def describe(self, request_id: str) -> Waiting:
+    def describe_sample(self, request_id: str) -> Waiting:
         sample = self.samples.get(request_id)
         before = 0 if sample is None else bisect_left(self._numbers, sample.number)
         queue = f"{before} sample{'' if before == 1 else 's'} before this one"

@@ -273,7 +273,7 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
     except grpc.aio.UsageError as error:  # a closed channel
         raise WorkerUnavailable(describe(error)) from error
     except grpc.aio.AioRpcError as error:
-        worker.epoch.check(error)
+        worker.epoch.raise_if_superseded(error)
         code, details = error.code(), without_paths(error.details() or "")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise WorkerUnavailable(details or code.name) from error

@@ -24,7 +24,7 @@ class Epoch:
     def metadata(self) -> tuple[tuple[str, str], ...]:
         return ((EPOCH_METADATA_KEY, str(self.number)),)
 
-    def check(self, error: grpc.aio.AioRpcError) -> None:
+    def raise_if_superseded(self, error: grpc.aio.AioRpcError) -> None:
         """Raise `GatewaySuperseded` if that is the cause of the error."""
         if NEWEST_EPOCH_METADATA_KEY in dict(error.trailing_metadata() or ()):
             reason = error.details() or ""

@@ -106,7 +106,7 @@ class WorkerGroup:
             "host": self.host,
         }
 
-    def describe(self) -> str:
+    def describe_devices(self) -> str:
         """Literal examples: "train (2 devices)", "train (4 nodes with 8 devices each)"."""
         count = len(self.devices)
         if not count and not self.pool:

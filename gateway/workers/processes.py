@@ -123,7 +123,7 @@ class Processes:
             return False
         return True
 
-    def all(self) -> list[WorkerRecord]:
+    def list_records(self) -> list[WorkerRecord]:
         """Return the processes that start or serve."""
         return list(self._records.values())
 

@@ -312,7 +312,7 @@ def _check_groups(
 
 def _check_devices(ranks: int, groups: Sequence[WorkerGroup], worker: str) -> None:
     if not any(group.has_devices_for(ranks) for group in groups):
-        there = ", ".join(dict.fromkeys(group.describe() for group in groups))
+        there = ", ".join(dict.fromkeys(group.describe_devices() for group in groups))
         raise InvalidRequest(
             f"{worker} needs a group with as many devices; there is: {there}; ask for fewer"
         )

@@ -71,7 +71,7 @@ class Worker:
         try:
             await call
         except grpc.aio.AioRpcError as error:
-            self.epoch.check(error)
+            self.epoch.raise_if_superseded(error)
             raise
         return {key: str(value) for key, value in await call.trailing_metadata() or ()}
 

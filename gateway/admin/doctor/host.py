@@ -117,6 +117,6 @@ def _group(group: WorkerGroup, *, claims: int) -> Check:
     bound = gib(group.node_bytes) if group.node_bytes else "any amount"
     return Check(
         f"pool {group.pool}",
-        f"{claims} claim{'s'[: claims - 1]}: {group.describe()}",
+        f"{claims} claim{'s'[: claims - 1]}: {group.describe_devices()}",
         f"{about}, {bound} of a node's memory (node_memory_bytes)",
     )

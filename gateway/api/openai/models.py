@@ -61,7 +61,7 @@ class ModelDirectory:
             model = self._models.get(name)
             yield SamplingTarget(model=model, version=base_version(model), rank=0)
 
-    async def all(self, caller: Caller) -> list[Model]:
+    async def list_models(self, caller: Caller) -> list[Model]:
         """Return the base models, then the weights of the caller's runs for sampling, newest
         first."""
         saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)

@@ -117,7 +117,7 @@ async def openai_completions(
 @router.operation("GET", "/models", role="reader")
 async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
     """List the base models, and the weights for sampling of the caller's runs."""
-    return ModelList(object="list", data=await service.models.all(caller))
+    return ModelList(object="list", data=await service.models.list_models(caller))
 
 
 @router.operation(
@@ -135,7 +135,7 @@ async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) 
 async def _respond(
     body: InferenceRequest, request: Request, service: InferenceService, caller: Caller
 ) -> Response:
-    running = service.start(body, caller=caller, receive=request.receive)
+    running = service.start_sampling(body, caller=caller, receive=request.receive)
     try:
         if body.stream:
             parts = _parts(running)

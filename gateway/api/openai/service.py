@@ -62,7 +62,7 @@ class InferenceService:
         self.models = ModelDirectory(gateway)
 
     @asynccontextmanager
-    async def start(
+    async def start_sampling(
         self, request: InferenceRequest, *, caller: Caller, receive: Receive
     ) -> AsyncIterator[Generation]:
         """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
@@ -179,7 +179,7 @@ class Generation:
             request_id=request_id,
             source="sample",
             owner=self._owner,
-            describe=lambda: sampler.describe(request_id),
+            describe=lambda: sampler.describe_sample(request_id),
         )
 
         async def put_delta(delta: sampler_pb2.SampleDelta) -> None:

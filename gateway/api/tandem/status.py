@@ -270,7 +270,7 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 log=str(worker.details.log_path or "") if admin else "",
                 age_seconds=round(now - worker.started_at, 1),
             )
-            for worker in gateway.processes.all()
+            for worker in gateway.processes.list_records()
             if worker.session_id in mine or worker.worker_id in shared
         ],
     )

@@ -26,7 +26,9 @@ async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
     """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
     The gateway's own are at /metrics."""
     return [
-        _target(record.worker) for record in gateway.processes.all() if record.worker is not None
+        _target(record.worker)
+        for record in gateway.processes.list_records()
+        if record.worker is not None
     ]
 
 

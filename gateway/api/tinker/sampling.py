@@ -217,7 +217,7 @@ async def asample(request: BoundedRequest) -> Response:
             source="sample",
             owner=gateway.sessions.require(session.session_id).owner,
             digest=digest,
-            describe=lambda: sampler.describe(request_id),
+            describe=lambda: sampler.describe_sample(request_id),
         )
         gateway.samplers.submit(sampler, future=future, request=message)
         gateway.futures.add(future)

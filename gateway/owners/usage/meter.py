@@ -156,12 +156,12 @@ class SampleMeter:
         `ranks` are the engine's."""
         reply = sampler_pb2.SampleReply(failure=common_pb2.Failure(type="unanswered"))
         started_at, started = time.time(), time.monotonic()
-        mark = shares.start()
+        mark = shares.begin_task()
         try:
             reply = await answer
             return reply
         finally:
-            accelerator_seconds = shares.stop(mark) * ranks
+            accelerator_seconds = shares.end_task(mark) * ranks
             span = SampleSpan(
                 request_id=request.operation_id,
                 session_id=request.session_id,
@@ -212,12 +212,12 @@ class TimeShares:
         self._share = 0.0
         self._at = clock()
 
-    def start(self) -> float:
+    def begin_task(self) -> float:
         self._advance()
         self._under_way += 1
         return self._share
 
-    def stop(self, mark: float) -> float:
+    def end_task(self, mark: float) -> float:
         """Return the share, in seconds, of the task with this mark."""
         self._advance()
         self._under_way -= 1

@@ -57,7 +57,7 @@ class RunResumption:
     limits: Quotas
     tools: RunTools
 
-    async def resume(self, run: Run, row: RowMapping) -> int:
+    async def resume_run(self, run: Run, row: RowMapping) -> int:
         """Continue a run with its row. Return its newest ended operation, -1 for none."""
         log = run.log
         assert log is not None

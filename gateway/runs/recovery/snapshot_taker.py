@@ -83,7 +83,7 @@ class SnapshotTaker:
             snapshot = Snapshot(
                 seq_id=reply.seq_id - 1, step=reply.step, folder=folder, bytes=reply.bytes
             )
-            self._snapshots.add(run, snapshot)
+            self._snapshots.record_snapshot(run, snapshot)
             useless = log.add_snapshot(snapshot, cost=reply.pause_seconds + reply.seconds)
             self._log.info(
                 "snapshot",
@@ -111,7 +111,7 @@ class SnapshotTaker:
             self._log.info("save_not_shared", reason=describe(error))
             return
         run.no_snapshot = ""
-        self._snapshots.add(run, snapshot)
+        self._snapshots.record_snapshot(run, snapshot)
         for each in log.add_snapshot(snapshot):
             await self._snapshots.remove(run, each)
 

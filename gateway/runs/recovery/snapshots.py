@@ -87,7 +87,7 @@ class SnapshotStore:
         await asyncio.to_thread(_link_files, Path(saved.folder), folder)
         return replace(saved, folder=str(folder), bytes=0)
 
-    def add(self, run: Run, snapshot: Snapshot) -> None:
+    def record_snapshot(self, run: Run, snapshot: Snapshot) -> None:
         self._count(run, snapshot)
         row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
         self._database.write_soon(insert(snapshots), row)

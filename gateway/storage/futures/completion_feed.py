@@ -97,7 +97,7 @@ class CompletionFeed:
             if idle is not None:
                 del self._queues[idle]
         queue = self._queues[target] = _Queue(last=_now())
-        for future in self._futures.all():
+        for future in self._futures.list_futures():
             if target_of(future.request_id) == target:
                 self._report_end(target, future)
         return queue

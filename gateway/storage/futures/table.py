@@ -170,7 +170,7 @@ class FutureTable:
     def get(self, request_id: str) -> Future | None:
         return self._futures.get(request_id)
 
-    def all(self) -> list[Future]:
+    def list_futures(self) -> list[Future]:
         return list(self._futures.values())
 
     def forget(self, request_id: str) -> None:

@@ -218,7 +218,7 @@ class AgentLauncher:
             timeout = max(self.timeout, start_timeout + _BEYOND_START)
             return await method(request, metadata=self.epoch.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as error:
-            self.epoch.check(error)
+            self.epoch.raise_if_superseded(error)
             raise _unknown(error) from error
         except (asyncio.CancelledError, grpc.aio.UsageError):
             # Closing a channel cancels its calls.
@@ -269,7 +269,7 @@ class AgentLauncher:
                         self._tell_lost(known.difference(reply.running))
                 self._tell_lost(tuple(self._workers))
             except grpc.aio.AioRpcError as error:
-                self.epoch.check(error)
+                self.epoch.raise_if_superseded(error)
             if self._watches:
                 self._watches = False
                 self._log.error("agent_lost", workers=len(self._workers))

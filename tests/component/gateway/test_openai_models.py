@@ -147,7 +147,7 @@ def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeyp
         async def ask(owner: str) -> None:
             caller = Caller(owner=owner, key_id="k-0", role="member")
             body = CompletionRequest(model="speaker", prompt=owner)
-            async with inference.start(body, caller=caller, receive=None):
+            async with inference.start_sampling(body, caller=caller, receive=None):
                 raise AssertionError("it was refused")
 
         asked = [asyncio.ensure_future(ask("ann")) for _ in range(6)]

@@ -284,7 +284,7 @@ def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idl
         assert len(gate.launcher.stopped) == 1, "that of an engine with nothing to do"
         again = [asample(client, s, 1).json()["request_id"] for s in samplers]
         assert all(gate.retrieve(request).is_success for request in again)
-        assert len(gate.gateway.processes.all()) <= 2
+        assert len(gate.gateway.processes.list_records()) <= 2
 
 
 def test_a_save_whose_engine_waits_for_its_place_tells_so(tmp_path):

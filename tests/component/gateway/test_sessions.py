@@ -149,7 +149,7 @@ def test_a_session_that_ends_while_its_workers_start_leaves_none(tmp_path):
         finish(client, session)
         outcome = gate.retrieve(created["request_id"]).json()
         assert outcome["type"] == "session_finished"
-        assert gate.gateway.processes.all() == []
+        assert gate.gateway.processes.list_records() == []
 
 
 # --- Runs and checkpoints -----------------------------------------------------------------

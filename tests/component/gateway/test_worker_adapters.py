@@ -210,7 +210,7 @@ async def test_a_failed_start_reaches_the_caller(gateway, launcher):
     await gateway.place("a")
     with pytest.raises(WorkerStartFailed, match="the model cannot be read"):
         await gateway.worker_in_use("a")
-    assert not gateway.processes.all()
+    assert not gateway.processes.list_records()
 
 
 async def test_a_worker_that_crashes_while_it_starts_is_started_once_more(gateway, launcher):
@@ -242,7 +242,7 @@ async def test_nothing_is_left_after_the_last_release(gateway, launcher):
     a = await gateway.worker_in_use("a")
     await gateway.supervisor.release("a", holder="a")
     assert launcher.stopped == [a.worker_id]
-    assert not gateway.supervisor.roster.rows and not gateway.processes.all()
+    assert not gateway.supervisor.roster.rows and not gateway.processes.list_records()
 
 
 async def test_a_silent_worker_is_killed_and_another_one_starts(gateway, launcher):

@@ -281,7 +281,7 @@ class World:
                 for session_id in self.sessions:
                     await self.router.end_session(session_id, SessionFinished("over"))
             assert self.running() == []
-            assert self.processes.all() == []
+            assert self.processes.list_records() == []
             assert {folder for folder in self.pins.folders() if "/base/" not in folder} == set()
             assert not self.table.rows
             await self.supervisor.close()

@@ -18,7 +18,7 @@ def published(base: DeltaBase, sizes: Iterable[int]) -> str:
     written = ""
     for number, size in enumerate(sizes):
         of = base.next()
-        base.note(Published(f"v{number}", WHOLE, size if of else WHOLE, delta_of=of))
+        base.note_published(Published(f"v{number}", WHOLE, size if of else WHOLE, delta_of=of))
         written += "D" if of else "W"
     return written
 
@@ -44,7 +44,7 @@ def test_something_wrong_makes_the_next_one_whole():
     assert published(base, [40, 40]) == "WD"
     base.forget()
     assert published(base, [40, 40]) == "WD"
-    base.note(Published("v9", WHOLE, 40, delta_of="another"))
+    base.note_published(Published("v9", WHOLE, 40, delta_of="another"))
     assert base.next() == ""
 
 

@@ -42,7 +42,7 @@ class FakeSessions:
 def make_generation(*, state="ready", closing=False, operation_timeout=1800.0):
     sampler = SimpleNamespace(
         serves=state == "ready",
-        describe=lambda _id: Waiting("the sampler is starting"),
+        describe_sample=lambda _id: Waiting("the sampler is starting"),
     )
     gateway = SimpleNamespace(
         sessions=FakeSessions(),

@@ -75,7 +75,7 @@ def test_ranks_are_divided_equally_among_the_nodes_that_they_need():
     assert possible == [1, 2, 3, 4, 6, 8, 9, 12]
     of_six = [str(each) for each in group.devices_for(6)]
     assert of_six == ["cuda:0", "cuda:1", "cuda:2"] * 2
-    assert "3 nodes with 4 devices each" in group.describe()
+    assert "3 nodes with 4 devices each" in group.describe_devices()
 
 
 def test_an_engine_may_have_all_devices_of_a_claim():

@@ -63,8 +63,12 @@ def sampler():
 
 def add(sampler, number: int) -> Future:
     name = f"s-1:sample:0:{number}"
-    future = Future(request_id=name, source="sample", describe=lambda: sampler.describe(name))
-    sampler.add(SampleCall(future=future, request=sampler_pb2.SampleRequest(operation_id=name)))
+    future = Future(
+        request_id=name, source="sample", describe=lambda: sampler.describe_sample(name)
+    )
+    sampler.queue_sample(
+        SampleCall(future=future, request=sampler_pb2.SampleRequest(operation_id=name))
+    )
     return future
 
 

@@ -67,7 +67,7 @@ def test_the_last_run_of_a_trainer_gives_it_back_though_it_was_never_created(how
 
 
 def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path: Path):
-    resume, failed = RunResumption.resume, []
+    resume, failed = RunResumption.resume_run, []
 
     async def fails_once(self, run, row):
         if not failed:
@@ -89,7 +89,7 @@ def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path:
     scenario = OneIsLost(
         script, tmp_path / "data", beside=[script], lives=[Life(250, outlived=True)]
     )
-    with patch.object(RunResumption, "resume", fails_once):
+    with patch.object(RunResumption, "resume_run", fails_once):
         scenario.run_all()
     assert failed
 

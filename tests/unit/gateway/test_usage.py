@@ -23,16 +23,16 @@ def test_shares_of_a_clock_add_up_to_the_time_in_which_there_was_work():
     now = [0.0]
     clock = TimeShares(lambda: now[0])
     now[0] = 5.0  # no operation runs
-    first = clock.start()
+    first = clock.begin_task()
     now[0] = 6.0
-    second = clock.start()
+    second = clock.begin_task()
     now[0] = 10.0
-    assert clock.stop(first) == pytest.approx(1 + 4 / 2)
+    assert clock.end_task(first) == pytest.approx(1 + 4 / 2)
     now[0] = 13.0
-    assert clock.stop(second) == pytest.approx(4 / 2 + 3)
+    assert clock.end_task(second) == pytest.approx(4 / 2 + 3)
     now[0] = 20.0
-    third = clock.start()
-    assert clock.stop(third) == 0
+    third = clock.begin_task()
+    assert clock.end_task(third) == 0
 
 
 @pytest.fixture

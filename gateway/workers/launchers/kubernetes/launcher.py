@@ -175,7 +175,7 @@ class KubernetesLauncher:
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self._open()
         grace = KILL_GRACE if at_once else max(KILL_GRACE, round(self._stop_timeout))
-        await self._await_end(self._reconciler.end(worker_id, grace=grace))
+        await self._await_end(self._reconciler.remove_worker(worker_id, grace=grace))
 
     async def _await_end(self, gone: asyncio.Future[None] | None) -> None:
         """Wait until an ending worker is gone. Raises `WorkerMayRun` when the launcher closes."""
@@ -219,7 +219,7 @@ class KubernetesLauncher:
         starting = [each for each in reconciler.workers.values() if not each.running.done()]
         others = {*reconciler.unwanted(), *(each.worker_id for each in starting)}
         for worker_id in others:
-            reconciler.end(worker_id, grace=KILL_GRACE)
+            reconciler.remove_worker(worker_id, grace=KILL_GRACE)
         return [each.running.result() for each in reconciler.workers.values()]
 
     async def _supersede(self) -> None:

@@ -1,8 +1,8 @@
 """Compares wanted workers with the cluster, and carries out the difference.
 
-Workers are wanted from `want` to `end`. Each changed worker is compared, and each second all that
-start or end. Missing objects are created and unwanted ones deleted (`removal`). A step may fail;
-then the next comparison finds the rest. So a gateway may die between any two steps."""
+Workers are wanted from `want` to `remove_worker`. Each changed worker is compared, and each second
+all that start or end. Missing objects are created and unwanted ones deleted (`removal`). A step may
+fail; then the next comparison finds the rest. So a gateway may die between any two steps."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class Reconciler:
         self._touch(spec.worker_id)
         return worker
 
-    def end(self, worker_id: str, *, grace: int) -> asyncio.Future[None]:
+    def remove_worker(self, worker_id: str, *, grace: int) -> asyncio.Future[None]:
         """Remove a worker, known or not. The future is done when nothing is left."""
         worker = self._unwant(worker_id)
         if worker is not None and worker.failure is None:

@@ -139,7 +139,7 @@ class Steps:
             uncertain.pop(key, None)
         uncertain.pop(key, None)
         if made:
-            view.note(made)
+            view.note_made(made)
 
     async def _take(self, worker: PodWorker, resource: Resource, body: Object) -> Object:
         """Return an existing object if a lost creation made it, else {}."""
@@ -206,7 +206,7 @@ class Steps:
     async def _find_out(self, worker_id: str, key: Key, view: AnyView) -> None:
         there = await self._api.find(view.resource, key[1])
         if there is not None and Observed.model_validate(there).worker_id == worker_id:
-            view.note(there)
+            view.note_made(there)
         self._uncertain[worker_id].pop(key, None)
 
 

@@ -69,7 +69,7 @@ class View(Generic[Kind]):
     def of(self, worker_id: str) -> list[Kind]:
         return list(self._indexed.get(worker_id, {}).values())
 
-    def note(self, made: Object) -> None:
+    def note_made(self, made: Object) -> None:
         """Add a creation's answer before the watch reports it."""
         seen = self._model.model_validate(made)
         if seen.name not in self.objects:
