@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
 from tandem.cli.context import (
     DataDir,
     JsonFlag,
+    end_if_json,
     fail,
-    print_json,
     resolve_data_dir,
     run_offline,
     say,
@@ -34,9 +34,7 @@ def backup(
     Example: tandem backup /backups/monday"""
     request = {"action": "backup", "folder": str(folder.absolute())}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
-    if as_json:
-        print_json(answer)
-        return
+    end_if_json(as_json, answer)
     say(f"{folder}: the lists of files of {answer['folders']} checkpoints and versions.")
     if answer["revision"]:
         say("The database is in it. Copy the data directory after it, for the weights.")
@@ -59,13 +57,11 @@ def restore(
     Example: tandem restore /backups/monday"""
     request = {"action": "restore", "folder": str(folder.absolute()) if folder else None}
     answer = run_offline(_MODULE, resolve_data_dir(data_dir), request, timeout=_TIMEOUT)
-    if as_json:
-        print_json(answer)
-        return
+    end_if_json(as_json, answer)
     say("The database is restored.")
     if answer["replaced"]:
         say(f"The database that was replaced is in {answer['replaced']}.")
-    for path in cast(list[str], answer["missing"]):
+    for path in answer["missing"]:
         fail(f"{path}: its files are not in the data directory", "missing")
-    for place in cast(list[str], answer["unknown"]):
+    for place in answer["unknown"]:
         fail(f"{place}: the restored database does not know it; Tandem keeps it", "unknown")

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
@@ -18,9 +18,9 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    end_if_json,
     id_in_url,
     new_commands,
-    print_json,
     say,
 )
 from tandem.cli.tables import Column, moment, show_table
@@ -30,7 +30,7 @@ from tandem.weights.model_files import ties_head
 
 app = new_commands("Checkpoints: list, delete and export.")
 
-Row = dict[str, object]
+Rows = list[dict[str, Any]]
 
 _PREFIX = "tinker://"
 _BLOCK_BYTES = 2**20
@@ -49,12 +49,7 @@ def list_checkpoints(
 ) -> None:
     """List checkpoints, newest first."""
     rows = _newest(data_dir, limit) if run is None else _of_run(data_dir, run)[-limit:][::-1]
-    if as_json:
-        print_json({"checkpoints": rows})
-        return
-    if not rows:
-        say("No checkpoints.")
-        return
+    end_if_json(as_json, {"checkpoints": rows})
     show_table(
         [
             Column("path"),
@@ -73,6 +68,7 @@ def list_checkpoints(
             )
             for row in rows
         ],
+        empty="No checkpoints.",
     )
 
 
@@ -96,8 +92,7 @@ def delete(
         call(data_dir, "DELETE", where, api=TINKER_API)
         if not as_json:
             say(f"{path} is deleted.")
-    if as_json:
-        print_json({"deleted": paths})
+    end_if_json(as_json, {"deleted": paths})
 
 
 @app.command("export")
@@ -124,8 +119,7 @@ def export(
     _split(path)
     if directory.exists():
         raise NameTaken(f"{directory} exists already; name a directory that does not")
-    answer = call(data_dir, "GET", f"checkpoints/files?path={quote(path, safe=':/')}")
-    urls = cast(dict[str, dict[str, str]], answer)["urls"]
+    urls = call(data_dir, "GET", f"checkpoints/files?path={quote(path, safe=':/')}")["urls"]
     if merged and "adapter_config.json" not in urls:
         raise InvalidRequest(f"{path} holds no LoRA adapter to merge; export it without --merged")
     if odd := [name for name in urls if name != Path(name).name or name == ".."]:
@@ -147,33 +141,28 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if as_json:
-        print_json({"path": path, "directory": str(directory), "bytes": size, "merged": merged})
-    else:
-        say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
-        if note:
-            say(f"Note: {note}.")
+    end_if_json(
+        as_json, {"path": path, "directory": str(directory), "bytes": size, "merged": merged}
+    )
+    say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
+    if note:
+        say(f"Note: {note}.")
 
 
-def _newest(data_dir: Path | None, limit: int) -> list[Row]:
-    rows: list[Row] = []
+def _newest(data_dir: Path | None, limit: int) -> Rows:
+    rows: Rows = []
     while True:
         where = f"checkpoints?limit={limit - len(rows)}&offset={len(rows)}"
         answer = call(data_dir, "GET", where, api=TINKER_API)
-        page = _checkpoints(answer)
-        rows += page
-        there_are = cast(dict[str, dict[str, int]], answer)["cursor"]["total_count"]
-        if not page or len(rows) >= min(limit, there_are):
+        rows += answer["checkpoints"]
+        if not answer["checkpoints"] or len(rows) >= min(limit, answer["cursor"]["total_count"]):
             return rows
 
 
-def _of_run(data_dir: Path | None, run: str) -> list[Row]:
+def _of_run(data_dir: Path | None, run: str) -> Rows:
     where = f"training_runs/{id_in_url(run)}/checkpoints"
-    return _checkpoints(call(data_dir, "GET", where, api=TINKER_API))
-
-
-def _checkpoints(answer: object) -> list[Row]:
-    return cast(dict[str, list[Row]], answer)["checkpoints"]
+    rows: Rows = call(data_dir, "GET", where, api=TINKER_API)["checkpoints"]
+    return rows
 
 
 def _split(path: str) -> tuple[str, str, str]:
@@ -206,9 +195,8 @@ def _download(url: str, target: Path) -> int:
 def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path | None:
     """Return the folder of a checkpoint's base model. None if it is unknown and not `needed`."""
     info = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
-    name = cast(dict[str, str], info)["base_model"]
-    models = cast(dict[str, list[dict[str, str]]], call(data_dir, "GET", "models"))["models"]
-    for model in models:
+    name = info["base_model"]
+    for model in call(data_dir, "GET", "models")["models"]:
         if model["name"] == name and model["path"]:
             return Path(model["path"])
     if not needed:

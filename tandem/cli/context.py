@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import httpx
@@ -68,6 +68,13 @@ def print_json(value: object) -> None:
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 
 
+def end_if_json(as_json: bool, answer: object) -> None:
+    """With `--json`, print the answer and end the command."""
+    if as_json:
+        print_json(answer)
+        raise typer.Exit
+
+
 def read_settings() -> GatewaySettings:
     """Return the settings of the environment. Raises `UnknownSetting`."""
     check_environment(os.environ)
@@ -110,7 +117,7 @@ def call(
     body: Mapping[str, object] | None = None,
     api: str = OWN_API,
     timeout: float = 30,
-) -> object:
+) -> Any:
     """Call the gateway and return its JSON answer. Raises `ServerError` for an error.
 
     `timeout` is in seconds. `api` is Tandem's own API or the SDK's."""
@@ -136,7 +143,7 @@ def run_offline(
     *,
     asked: str = "the database",
     timeout: float = 60,
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Send a JSON request to a module of the gateway and return its answer.
 
     The module runs in another process: the command line must not import the gateway. Raises the
@@ -154,7 +161,7 @@ def run_offline(
     except subprocess.TimeoutExpired as error:
         raise ServerError(f"{asked} did not answer within {timeout:g} s") from error
     try:
-        answer = cast(dict[str, object], orjson.loads(done.stdout))
+        answer: dict[str, Any] = orjson.loads(done.stdout)
     except orjson.JSONDecodeError as error:
         last = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ServerError(f"{asked} could not be reached: {''.join(last)}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import typer
 
@@ -30,7 +30,8 @@ def demo(
         typer.Option(min=1, max=64, help="Trainer processes. Default: 1 on a GPU, 2 without."),
     ] = None,
     algorithm: Annotated[
-        str, typer.Option(help="Advantages: reward, or grpo (with the clipped loss, ppo).")
+        Literal["reward", "grpo"],
+        typer.Option(help="Advantages: reward, or grpo (with the clipped loss, ppo)."),
     ] = "reward",
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
@@ -52,8 +53,6 @@ def demo(
     Example: tandem demo --seed 1 --save final"""
     from tandem.demo.run import default_out, run_demo
 
-    if algorithm not in ("reward", "grpo"):
-        raise typer.BadParameter(f"{algorithm!r} is neither reward nor grpo")
     endpoint = None
     if base_url:
         if ranks is not None:
@@ -62,7 +61,6 @@ def demo(
             )
         key = os.environ.get("TINKER_API_KEY", "")
         endpoint = Endpoint(url=base_url.rstrip("/"), pid=0, api_key=key)
-    chosen = cast(Literal["reward", "grpo"], algorithm)
     configuration = DemoConfiguration(
         out=out_dir or default_out(Path("runs"), seed=seed),
         data_dir=data_dir,
@@ -70,7 +68,7 @@ def demo(
         ranks=None if endpoint else ranks or usual_ranks(read_settings(), this_host()),
         save=save,
         endpoint=endpoint,
-        reinforcement=Reinforcement(algorithm=chosen, loss=LOSS_OF[chosen]),
+        reinforcement=Reinforcement(algorithm=algorithm, loss=LOSS_OF[algorithm]),
     )
     signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
@@ -55,7 +55,7 @@ def doctor(
     answer = run_offline(
         "gateway.admin.doctor", resolve_data_dir(data_dir), request, asked=asked, timeout=_TIMEOUT
     )
-    checks = cast(list[dict[str, str]], answer["checks"])
+    checks = answer["checks"]
     if as_json:
         print_json(answer)
     else:

@@ -6,19 +6,19 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NoReturn, cast
+from typing import Annotated, Any, NoReturn
 from urllib.parse import quote
 
 import typer
 from rich.live import Live
 from rich.text import Text
 
-from tandem.cli.context import DataDir, JsonFlag, call, new_commands, out, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, out, say
 from tandem.cli.tables import Column, byte_size, show_table
 
 app = new_commands("Device groups: list them, drain one.")
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 _GROUPS = (
     Column("group"),
@@ -63,10 +63,8 @@ _HOLDING = (
 def list_groups(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     """List device groups with their devices, workers and switches."""
     answer = call(data_dir, "GET", "groups")
-    if as_json:
-        print_json(answer)
-        return
-    _show_groups(cast(dict[str, list[Row]], answer))
+    end_if_json(as_json, answer)
+    _show_groups(answer)
 
 
 @app.command("drain")
@@ -82,10 +80,9 @@ def drain(
 
     Example: tandem groups drain gpu-0"""
     method = "DELETE" if undo else "POST"
-    group = cast(Row, call(data_dir, method, f"groups/{quote(name, safe='')}/drain"))
-    if as_json:
-        print_json(group)
-    elif undo:
+    group = call(data_dir, method, f"groups/{quote(name, safe='')}/drain")
+    end_if_json(as_json, group)
+    if undo:
         say(f"{group['name']} takes workers again.")
     else:
         say(
@@ -125,14 +122,12 @@ def _look_live(data_dir: Path | None, interval: float) -> NoReturn:
 
 
 def _look(data_dir: Path | None, *, as_json: bool = False) -> None:
-    answer = cast(dict[str, list[Row]], call(data_dir, "GET", "groups"))
-    if as_json:
-        print_json(answer)
-        return
+    answer = call(data_dir, "GET", "groups")
+    end_if_json(as_json, answer)
     say(time.strftime("%H:%M:%S"))
     _show_groups(answer)
     say("")
-    show_workers(answer)
+    _show_workers(answer)
     if queue := answer["queue"]:
         say("")
         show_table(
@@ -153,23 +148,23 @@ def _device_seconds(groups: list[Row]) -> list[tuple[str, float]]:
     """Return the device seconds of each owner's present workers: their time times the devices."""
     found: defaultdict[str, float] = defaultdict(float)
     for group in groups:
-        devices = len(cast(list[str], group["devices"])) or 1
-        for worker in cast(list[Row], group["workers"]):
-            if owner := str(worker["owner"]):
-                found[owner] += cast(float, worker["device_seconds"]) * devices
+        devices = len(group["devices"]) or 1
+        for worker in group["workers"]:
+            if owner := worker["owner"]:
+                found[owner] += worker["device_seconds"] * devices
     return sorted(found.items(), key=lambda item: -item[1])
 
 
-def _show_groups(answer: dict[str, list[Row]]) -> None:
+def _show_groups(answer: Row) -> None:
     show_table(_GROUPS, [_group_row(group) for group in answer["groups"]])
-    if memory := cast(Row | None, answer["memory"]):
+    if memory := answer["memory"]:
         used, budget = (byte_size(memory[name]) for name in ("used_bytes", "budget_bytes"))
         of = f" of {budget}" if memory["budget_bytes"] else ""
         say(f"host memory: workers have {used}{of}")
 
 
 def _group_row(group: Row) -> list[object]:
-    states = [worker["state"] for worker in cast(list[Row], group["workers"])]
+    states = [worker["state"] for worker in group["workers"]]
     return [
         group["name"],
         "drained" if group["drained"] else "open",
@@ -177,43 +172,39 @@ def _group_row(group: Row) -> list[object]:
         states.count("waiting"),
         f"{group['placed']}/{group['most_workers'] or 'any'}",
         group["switches"],
-        seconds(group["switch_seconds"]),
+        _seconds(group["switch_seconds"]),
         byte_size(group["resident_bytes"]),
         byte_size(group["sleeping_bytes"]),
         byte_size(group["spilled_bytes"]),
-        ", ".join(cast(list[str], group["roles"])),
+        ", ".join(group["roles"]),
         group["policy"] if group["awake"] else "",
-        ", ".join(cast(list[str], group["devices"])) or "the whole machine",
+        ", ".join(group["devices"]) or "the whole machine",
     ]
 
 
-def show_workers(answer: dict[str, list[Row]]) -> None:
+def _show_workers(answer: Row) -> None:
     """Print lease holders first, then waiting workers in turn."""
     rows = [
         [
             group["name"],
             str(worker["state"]).replace("_", " "),
             worker["position"] or "",
-            seconds(worker["seconds"]),
-            seconds(worker["expected_seconds"]),
+            _seconds(worker["seconds"]),
+            _seconds(worker["expected_seconds"]),
             worker["worker"] or "(another owner's)",
             worker["owner"],
             worker["kind"],
-            seconds(worker["device_seconds"]),
+            _seconds(worker["device_seconds"]),
             worker["reason"],
         ]
         for group in answer["groups"]
-        for worker in cast(list[Row], group["workers"])
+        for worker in group["workers"]
     ]
-    if rows:
-        show_table(_WORKERS, rows)
-    else:
-        say("No workers.")
+    show_table(_WORKERS, rows, empty="No workers.")
 
 
-def seconds(value: object) -> str:
+def _seconds(value: float) -> str:
     """Examples: "", `0.32 s`, `12.0 s` and `3 min`."""
-    assert isinstance(value, int | float)
     if not value:
         return ""
     if value < 1:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -14,8 +13,8 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    end_if_json,
     new_commands,
-    print_json,
     resolve_data_dir,
     run_offline,
     say,
@@ -39,26 +38,17 @@ _COLUMNS = {
 }
 """The fields of a key that are shown."""
 
-Rows = list[dict[str, object]]
-
-
-class RoleName(StrEnum):
-    admin = "admin"
-    member = "member"
-    reader = "reader"
-    metrics = "metrics"
-
 
 @app.command("create")
 def create(
     owner: Annotated[str, typer.Option(help="Who owns it, such as a person or a team.")],
     role: Annotated[
-        RoleName,
+        Literal["admin", "member", "reader", "metrics"],
         typer.Option(
             help="admin: everything; member: everything of its owner; reader: read only; "
             "metrics: where the metrics are, and them, for Prometheus."
         ),
-    ] = RoleName.member,
+    ] = "member",
     name: Annotated[str, typer.Option(help="What it is for.")] = "",
     expires: Annotated[
         str, typer.Option(help="Lifetime, such as 12h, 30d or 8w. Default: unlimited.")
@@ -69,14 +59,12 @@ def create(
     """Create a key and show it once.
 
     Example: tandem keys create --owner alice --expires 30d"""
-    body: dict[str, object] = {"owner": owner, "role": role.value, "name": name}
+    body: dict[str, object] = {"owner": owner, "role": role, "name": name}
     if expires:
         body["expires_in"] = parse_duration(expires)
     answer = _ask(data_dir, "create", body=body)
-    if as_json:
-        print_json(answer)
-        return
-    say(f"Key {answer['id']} of {owner}, role {role.value}. It is shown only this once:\n")
+    end_if_json(as_json, answer)
+    say(f"Key {answer['id']} of {owner}, role {role}. It is shown only this once:\n")
     say(f"  export TINKER_API_KEY={answer['key']}\n")
     say(f"`tandem keys revoke {answer['id']}` revokes it.")
 
@@ -87,14 +75,12 @@ def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 
     The keys themselves are not shown."""
     answer = _ask(data_dir, "list")
-    if as_json:
-        print_json(answer)
-        return
+    end_if_json(as_json, answer)
     show_table(
         list(_COLUMNS.values()),
         [
             [moment(key[name]) if name.endswith("_at") else key[name] for name in _COLUMNS]
-            for key in cast(Rows, answer["keys"])
+            for key in answer["keys"]
         ],
     )
 
@@ -107,10 +93,8 @@ def revoke(
 ) -> None:
     """Revoke a key and all its tokens at once."""
     answer = _ask(data_dir, "revoke", key_id=key_id)
-    if as_json:
-        print_json(answer)
-    else:
-        say(f"{answer['id']} of {answer['owner']} is revoked.")
+    end_if_json(as_json, answer)
+    say(f"{answer['id']} of {answer['owner']} is revoked.")
 
 
 def parse_duration(text: str) -> int:
@@ -127,7 +111,7 @@ def _ask(
     *,
     body: Mapping[str, object] | None = None,
     key_id: str = "",
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Ask the gateway of this data directory, or change its database if none runs."""
     directory = resolve_data_dir(data_dir)
     if read_endpoint(directory) is None:
@@ -140,4 +124,5 @@ def _ask(
         "list": ("GET", "keys"),
         "revoke": ("DELETE", f"keys/{key_id}"),
     }[action]
-    return cast(dict[str, object], call(directory, method, path, body=body))
+    answer: dict[str, Any] = call(directory, method, path, body=body)
+    return answer

@@ -8,12 +8,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, resolve_data_dir, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, resolve_data_dir
 from tandem.cli.tables import Column, byte_size, moment, show_table
 from tandem.errors import UserError
 from tandem.stack import read_endpoint
@@ -51,7 +51,7 @@ def logs(
 
 def _list(data: Path, *, as_json: bool) -> None:
     states = _states(data)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for path in (data / "logs").glob("*.log"):
         about, stat = _first_line(path), path.stat()
         rows.append(
@@ -66,13 +66,8 @@ def _list(data: Path, *, as_json: bool) -> None:
                 "path": str(path),
             }
         )
-    rows.sort(key=lambda row: cast(float, row["written_at"]), reverse=True)
-    if as_json:
-        print_json({"logs": rows})
-        return
-    if not rows:
-        say(f"No logs in {data / 'logs'}.")
-        return
+    rows.sort(key=lambda row: row["written_at"], reverse=True)
+    end_if_json(as_json, {"logs": rows})
     show_table(
         [
             Column("log"),
@@ -91,6 +86,7 @@ def _list(data: Path, *, as_json: bool) -> None:
             )
             for row in rows
         ],
+        empty=f"No logs in {data / 'logs'}.",
     )
 
 
@@ -98,22 +94,19 @@ def _states(data: Path) -> dict[str, str]:
     """Return the states of running processes. All other logs belong to ended ones."""
     if read_endpoint(data) is None:
         return {}
-    workers = cast(dict[str, list[dict[str, str]]], call(data, "GET", "status"))["workers"]
-    return {
-        "gateway": "ready",
-        "agent": "ready",
-        **{worker["id"]: worker["state"] for worker in workers},
-    }
+    workers = call(data, "GET", "status")["workers"]
+    states = {worker["id"]: worker["state"] for worker in workers}
+    return {"gateway": "ready", "agent": "ready", **states}
 
 
-def _first_line(path: Path) -> dict[str, str]:
+def _first_line(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         line = file.readline(_LONGEST_FIRST_LINE)
     try:
         about = orjson.loads(line)
     except orjson.JSONDecodeError:
         return {}
-    return cast(dict[str, str], about) if isinstance(about, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
 def _parts(path: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, cast
+from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
@@ -19,10 +19,10 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    end_if_json,
     err,
     fail,
     new_commands,
-    print_json,
     read_settings,
     resolve_data_dir,
     say,
@@ -75,12 +75,10 @@ def add(
     if revision or as_name or directory:
         raise UserError("with PATH nothing is downloaded: drop --revision, --name and --dir")
     answer = _register(data_dir, name, path)
-    if as_json:
-        print_json(answer)
-    else:
-        say(f"{name} is registered.")
-        if answer["note"]:
-            say(f"Note: {answer['note']}.")
+    end_if_json(as_json, answer)
+    say(f"{name} is registered.")
+    if answer["note"]:
+        say(f"Note: {answer['note']}.")
 
 
 def _download(
@@ -105,10 +103,8 @@ def _download(
     notes = list(added.notes)
     if registered := read_endpoint(data_dir) is not None:
         answer = _register(data_dir, wanted.name, added.folder)
-        notes += [str(answer["note"])] if answer["note"] else []
-    if as_json:
-        print_json(_described(wanted, added, notes, registered))
-        return
+        notes += [answer["note"]] if answer["note"] else []
+    end_if_json(as_json, _described(wanted, added, notes, registered))
     was = "is there" if added.downloaded else "was there already"
     say(f"{wanted.name} {was}: {added.folder}, {byte_size(added.record.bytes)}.")
     say(
@@ -137,9 +133,9 @@ def _described(
     }
 
 
-def _register(data_dir: Path | None, name: str, path: Path) -> dict[str, object]:
+def _register(data_dir: Path | None, name: str, path: Path) -> Any:
     body = {"name": name, "path": str(path.resolve())}
-    return cast(dict[str, object], call(data_dir, "POST", "models", body=body))
+    return call(data_dir, "POST", "models", body=body)
 
 
 @contextmanager
@@ -204,10 +200,8 @@ def remove(
 @app.command("list")
 def list_models(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     """List the registered base models."""
-    answer = cast(dict[str, list[dict[str, object]]], call(data_dir, "GET", "models"))
-    if as_json:
-        print_json(answer)
-        return
+    answer = call(data_dir, "GET", "models")
+    end_if_json(as_json, answer)
     show_table(
         [Column("name"), Column("path", wrap=30), Column("max length", right=True)],
         [(model["name"], model["path"], model["max_length"]) for model in answer["models"]],

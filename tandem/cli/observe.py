@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 from pydantic_settings import BaseSettings
@@ -13,8 +13,8 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    end_if_json,
     fail,
-    print_json,
     read_settings,
     resolve_data_dir,
     run_offline,
@@ -22,8 +22,6 @@ from tandem.cli.context import (
 )
 from tandem.cli.tables import Column, byte_size, show_table
 from tandem.settings.gateway import without_password
-
-Rows = list[dict[str, object]]
 
 _TABLES: dict[str, tuple[Column, ...]] = {
     "sessions": (
@@ -66,12 +64,10 @@ _TABLES: dict[str, tuple[Column, ...]] = {
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     """Show sessions, training runs, samplers and workers, with their queues."""
-    answer = cast(dict[str, Rows], call(data_dir, "GET", "status"))
-    if as_json:
-        print_json(answer)
-        return
+    answer = call(data_dir, "GET", "status")
+    end_if_json(as_json, answer)
     for sentence in answer["warnings"]:
-        fail(str(sentence), "warning")
+        fail(sentence, "warning")
     for number, (name, columns) in enumerate(_TABLES.items()):
         if number:
             say("")
@@ -79,14 +75,8 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
         for row in rows:
             if isinstance(operation := row.get("operation"), dict):
                 row["operation"] = operation["says"]
-        if not rows:
-            say(f"No {name}.")
-            continue
-        show_table(
-            columns,
-            [[row.get(column.heading) for column in columns] for row in rows],
-            title=f"{name}:",
-        )
+        cells = [[row.get(column.heading) for column in columns] for row in rows]
+        show_table(columns, cells, title=f"{name}:", empty=f"No {name}.")
 
 
 def config(
@@ -102,9 +92,7 @@ def config(
         return
     settings = read_settings()
     settings.database_url = without_password(settings.database_url)
-    if as_json:
-        print_json(settings.model_dump(mode="json"))
-        return
+    end_if_json(as_json, settings.model_dump(mode="json"))
     groups = [(name, value) for name, value in settings if isinstance(value, BaseSettings)]
     own = settings.model_dump(mode="json", exclude={name for name, _ in groups})
     for prefix, values in (
@@ -125,10 +113,8 @@ def _as_variable(value: object) -> str:
 def _show_resources(model: Path, *, as_json: bool) -> None:
     module = "gateway.workers.launchers.kubernetes.resources"
     answer = run_offline(module, resolve_data_dir(None), {"model": str(model.resolve())})
-    if as_json:
-        print_json(answer)
-        return
-    rows = cast(Rows, answer["rows"])
+    end_if_json(as_json, answer)
+    rows = answer["rows"]
     columns = [Column(name, right=name not in ("pool", "worker")) for name in rows[0]]
     sizes = ("memory", "shared_memory", "ephemeral")
     cells = [[byte_size(row[k]) if k in sizes else row[k] for k in row] for row in rows]
@@ -140,8 +126,6 @@ def version(as_json: JsonFlag = False) -> None:
     from tandem.demo.run import versions
 
     found = versions()
-    if as_json:
-        print_json(found)
-        return
+    end_if_json(as_json, found)
     for name, number in found.items():
         say(f"{name} {number}")

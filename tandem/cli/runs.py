@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -12,9 +12,9 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    end_if_json,
     id_in_url,
     new_commands,
-    print_json,
     say,
 )
 from tandem.cli.tables import Column, moment, show_table
@@ -25,7 +25,7 @@ _RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` l
 _WIDTH, _HEIGHT = 60, 6
 _BARS = " ▁▂▃▄▅▆▇█"
 
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 @app.command("list")
@@ -35,14 +35,9 @@ def list_runs(
     as_json: JsonFlag = False,
 ) -> None:
     """List training runs, newest first, including ended ones."""
-    answer = cast(dict[str, object], call(data_dir, "GET", f"runs?limit={limit}"))
-    runs = cast(list[Row], answer["runs"])
-    if as_json:
-        print_json(answer)
-        return
-    if not runs:
-        say("No runs.")
-        return
+    answer = call(data_dir, "GET", f"runs?limit={limit}")
+    end_if_json(as_json, answer)
+    runs = answer["runs"]
     show_table(
         [
             Column("id"),
@@ -57,7 +52,7 @@ def list_runs(
             (
                 run["id"],
                 run["state"],
-                last["step"] if (last := cast(Row | None, run["last_step"])) else 0,
+                last["step"] if (last := run["last_step"]) else 0,
                 _number(_loss(last)) if last else "",
                 moment(run["created_at"]),
                 run["base_model"],
@@ -65,8 +60,9 @@ def list_runs(
             )
             for run in runs
         ],
+        empty="No runs.",
     )
-    if (total := cast(int, answer["total_count"])) > len(runs):
+    if (total := answer["total_count"]) > len(runs):
         say(f"The newest {len(runs)} of {total} (--limit shows more)")
 
 
@@ -83,31 +79,23 @@ def show(
 
     Example: tandem runs show s-0123456789ab:train:0 --last 100"""
     path = f"runs/{id_in_url(run)}/steps?limit={last}"
-    answer = cast(dict[str, object], call(data_dir, "GET", path))
-    if as_json:
-        print_json(answer)
-        return
-    about, steps = cast(Row, answer["run"]), cast(list[Row], answer["steps"])
+    answer = call(data_dir, "GET", path)
+    end_if_json(as_json, answer)
+    about, steps = answer["run"], answer["steps"]
     kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
     say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
-    if (ranks := cast(int, about["ranks"])) > 1:
-        say(
-            _layout(
-                ranks,
-                replicas=cast(int, about["replicas"]),
-                together=cast(int, about["tensor_parallel"]),
-            )
-        )
+    if (ranks := about["ranks"]) > 1:
+        say(_layout(ranks, replicas=about["replicas"], together=about["tensor_parallel"]))
     ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
-        say(str(about["reason"]))
-    if engines := cast(Row | None, answer["engines"]):
+        say(about["reason"])
+    if engines := answer["engines"]:
         leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
         say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")
-    if weights := cast(Row | None, answer["weights"]):
+    if weights := answer["weights"]:
         say(_weights(weights))
-    if memory := cast(Row | None, answer["memory"]):
+    if memory := answer["memory"]:
         say(_memory(memory))
     if not steps:
         say("No optimizer steps.")
@@ -137,8 +125,8 @@ def show(
                 _number(_loss(step)),
                 _number(_metric(step, "grad_norm")),
                 step["tokens"],
-                f"{cast(float, step['seconds']):.2f}",
-                str(step["weight_version"]).rpartition("/")[2],
+                f"{step['seconds']:.2f}",
+                step["weight_version"].rpartition("/")[2],
             )
             for step in steps[-10:]
         ],
@@ -158,12 +146,12 @@ def _weights(weights: Row) -> str:
     """Example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is a delta
     of v000002-9f2c41d0"."""
     deltas = f"deltas are {'on' if weights['deltas'] else 'off'}"
-    if (last := cast(Row | None, weights["published"])) is None:
+    if (last := weights["published"]) is None:
         return deltas
-    text = f"{deltas}; the last version has {_mib(cast(int, last['bytes']))} MiB"
-    if not (whole := str(last["delta_of"]).rpartition("/")[2]):
+    text = f"{deltas}; the last version has {_mib(last['bytes'])} MiB"
+    if not (whole := last["delta_of"].rpartition("/")[2]):
         return text
-    written = _mib(cast(int, last["written_bytes"]))
+    written = _mib(last["written_bytes"])
     return f"{text}, of which {written} were written: it is a delta of {whole}"
 
 
@@ -172,9 +160,9 @@ def _memory(plan: Row) -> str:
     blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
     lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
     for place in ("device", "host"):
-        if parts := cast(dict[str, int], plan[place]):
+        if parts := plan[place]:
             sizes = sorted(parts.items(), key=lambda part: -part[1])
-            needed, available = sum(parts.values()), cast(int, plan[f"{place}_available"])
+            needed, available = sum(parts.values()), plan[f"{place}_available"]
             lines.append(
                 f"  {place}: {_mib(needed)} of {_mib(available)} MiB ("
                 f"{', '.join(f'{name} {_mib(size)}' for name, size in sizes)})"
@@ -208,12 +196,13 @@ def chart(values: Sequence[float]) -> str:
 
 
 def _loss(step: Row) -> float | None:
-    total, tokens = _metric(step, "loss:sum"), cast(int, step["tokens"])
+    total, tokens = _metric(step, "loss:sum"), step["tokens"]
     return total / tokens if total is not None and tokens else None
 
 
 def _metric(step: Row, name: str) -> float | None:
-    return cast(dict[str, float | None], step["metrics"]).get(name)
+    metrics: dict[str, float | None] = step["metrics"]
+    return metrics.get(name)
 
 
 def _number(value: float | None) -> str:

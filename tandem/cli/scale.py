@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, cast
+from typing import Annotated
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, id_in_url, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, id_in_url, say
 
 _ANSWER = 60.0
 """Seconds added to the wait for places."""
@@ -38,12 +38,9 @@ def scale(
         body={"replicas": replicas, "wait": wait},
         timeout=wait + _ANSWER,
     )
-    if as_json:
-        print_json(answer)
-        return
-    about = cast(dict[str, object], answer)
-    leaving = f"; {about['leaving']} end what they have" if about["leaving"] else ""
+    end_if_json(as_json, answer)
+    leaving = f"; {answer['leaving']} end what they have" if answer["leaving"] else ""
     say(
-        f"{about['base_model']} is served by {about['replicas']} engines, of which "
-        f"{about['serving']} answer now{leaving} (`tandem status` shows each)."
+        f"{answer['base_model']} is served by {answer['replicas']} engines, of which "
+        f"{answer['serving']} answer now{leaving} (`tandem status` shows each)."
     )

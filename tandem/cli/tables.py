@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -31,8 +32,12 @@ class Column:
 
 
 def show_table(
-    columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = ""
+    columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = "", empty: str = ""
 ) -> None:
+    """Print the rows below the title. Without rows, print only `empty`, if it is given."""
+    if empty and not rows:
+        say(empty)
+        return
     cells = [[_one_line(cell) for cell in row] for row in rows]
     widths = [
         max(cell_len(text) for text in (column.heading, *(row[index] for row in cells)))
@@ -68,7 +73,7 @@ def show_table(
         out.print(f"Not shown, for lack of width: {names} (--json shows all)", markup=False)
 
 
-def moment(value: object) -> str:
+def moment(value: Any) -> str:
     """Return a time to the minute, in UTC, such as `2026-07-13 09:30`."""
     if not value:
         return ""
@@ -80,10 +85,9 @@ def moment(value: object) -> str:
     return at.strftime("%Y-%m-%d %H:%M")
 
 
-def byte_size(value: object) -> str:
+def byte_size(size: float) -> str:
     """Example: `1.5 MiB`."""
-    assert isinstance(value, int | float)
-    size, unit = float(value), "B"
+    unit = "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:
             break
@@ -91,9 +95,8 @@ def byte_size(value: object) -> str:
     return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def count(value: object) -> str:
+def count(value: int) -> str:
     """Examples: `98,765`, `1.23 G`."""
-    assert isinstance(value, int)
     if value < 100_000:
         return f"{value:,}"
     size, unit = value / 1000, "k"

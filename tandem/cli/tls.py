@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.context import JsonFlag, new_commands, print_json, say
+from tandem.cli.context import JsonFlag, end_if_json, new_commands, say
 from tandem.protocol.certificate import AGENT_NAME
 
 app = new_commands("Make certificates for agents of other hosts.")
@@ -26,11 +26,9 @@ def create(
     from tandem.protocol.authority import Authority
 
     Authority.create(folder)
-    if as_json:
-        print_json({"authority": str(folder)})
-    else:
-        say(f"The authority is in {folder}; keep tls.key secret, and start the gateway with")
-        say(f"  TANDEM_TLS_DIR={folder}")
+    end_if_json(as_json, {"authority": str(folder)})
+    say(f"The authority is in {folder}; keep tls.key secret, and start the gateway with")
+    say(f"  TANDEM_TLS_DIR={folder}")
 
 
 @app.command()
@@ -47,8 +45,6 @@ def issue(
     from tandem.protocol.authority import Authority, write_certificate
 
     write_certificate(folder, Authority.read(authority).issue(AGENT_NAME))
-    if as_json:
-        print_json({"certificate": str(folder)})
-    else:
-        say(f"The certificate is in {folder}; start an agent with")
-        say(f"  tandem agent --listen HOST:PORT --tls {folder}")
+    end_if_json(as_json, {"certificate": str(folder)})
+    say(f"The certificate is in {folder}; start an agent with")
+    say(f"  tandem agent --listen HOST:PORT --tls {folder}")

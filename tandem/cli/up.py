@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, cast
+from typing import Annotated
 
 import httpx
 import typer
@@ -114,8 +114,7 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_json: bool) -> None:
     endpoint = stack.endpoint
-    status = cast(dict[str, list[str]], call(directory, "GET", "status"))
-    for sentence in status["warnings"]:
+    for sentence in call(directory, "GET", "status")["warnings"]:
         warn(sentence)
     if as_json:
         print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})

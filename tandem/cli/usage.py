@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, print_json, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
 from tandem.cli.keys import parse_duration
 from tandem.cli.tables import Column, byte_size, count, show_table
-
-Rows = list[dict[str, object]]
 
 _AMOUNTS = (
     Column("trained", right=True),
@@ -40,12 +38,8 @@ def usage(
 
     Example: tandem usage --since 30d"""
     start = time.time() - parse_duration(since) if since else 0
-    answer = cast(
-        dict[str, Rows], call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")
-    )
-    if as_json:
-        print_json(answer)
-        return
+    answer = call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")
+    end_if_json(as_json, answer)
     if not answer["owners"]:
         say("Nothing was used.")
         return
@@ -55,9 +49,6 @@ def usage(
         title="owners, with tokens trained and sampled:",
     )
     say("")
-    if not answer["runs"]:
-        say("No runs.")
-        return
     show_table(
         [Column("run"), Column("owner"), *_AMOUNTS, Column("model")],
         [
@@ -65,15 +56,16 @@ def usage(
             for row in answer["runs"]
         ],
         title="runs, with samples from their weights:",
+        empty="No runs.",
     )
 
 
-def _amounts(row: dict[str, object]) -> tuple[str, ...]:
+def _amounts(row: dict[str, Any]) -> tuple[str, ...]:
     rest = ("prompt_tokens", "cached_tokens", "checkpoints")
     return (
         count(row["training_tokens"]),
         count(row["sampled_tokens"]),
-        _duration(cast(float, row["accelerator_seconds"])),
+        _duration(row["accelerator_seconds"]),
         byte_size(row["checkpoint_bytes"]),
         *(count(row[name]) for name in rest),
     )
