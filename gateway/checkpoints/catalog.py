@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -133,11 +133,16 @@ class CheckpointCatalog:
         )
         return checkpoint_of(row) if row is not None else None
 
-    async def get(self, path: str, *, readers: Readers, trainable: bool = False) -> Checkpoint:
-        """Return the checkpoint. Raise `UnknownWeights` if it is missing, hidden from `readers` or
-        not `trainable`, and `InvalidRequest` for a malformed path."""
+    async def get(
+        self, path: str, *, readers: Readers | None, trainable: bool = False
+    ) -> Checkpoint:
+        """Return the checkpoint. Raise `UnknownWeights` if it is missing, hidden from `readers`
+        (None: everything is visible) or not `trainable`, and `InvalidRequest` for a malformed
+        path."""
         found = await self.find(parse_checkpoint_path(path))
-        if found is None or not readers.may_read(owner=found.owner, public=found.public):
+        if found is None or (
+            readers is not None and not readers.may_read(owner=found.owner, public=found.public)
+        ):
             raise unknown_checkpoint(path)
         if trainable and found.path.kind != "weights":
             raise UnknownWeights(
@@ -148,35 +153,15 @@ class CheckpointCatalog:
 
     @asynccontextmanager
     async def reading(
-        self, path: str, *, readers: Readers, trainable: bool = False
+        self, path: str, *, readers: Readers | None, trainable: bool = False
     ) -> AsyncIterator[Checkpoint]:
         """Return the checkpoint and keep its files for the block, even if its name is deleted.
         Raises as `get`."""
-        run_id = parse_checkpoint_path(path).run_id
-        async with self._kept(run_id, self.get(path, readers=readers, trainable=trainable)) as kept:
-            yield kept
-
-    @asynccontextmanager
-    async def reading_checked(self, path: CheckpointPath) -> AsyncIterator[Checkpoint]:
-        """Do as `reading`, without a check of access rights. Raises `UnknownWeights`."""
-        async with self._kept(path.run_id, self._existing(path)) as kept:
-            yield kept
-
-    @asynccontextmanager
-    async def _kept(
-        self, run_id: str, looked_up: Awaitable[Checkpoint]
-    ) -> AsyncIterator[Checkpoint]:
         with ExitStack() as pinned:
-            with self.pins.resolving(run_id):
-                checkpoint = await looked_up
+            with self.pins.resolving(parse_checkpoint_path(path).run_id):
+                checkpoint = await self.get(path, readers=readers, trainable=trainable)
                 pinned.enter_context(self.pins.pinned(checkpoint.relative_folder))
             yield checkpoint
-
-    async def _existing(self, path: CheckpointPath) -> Checkpoint:
-        found = await self.find(path)
-        if found is None:
-            raise unknown_checkpoint(str(path))
-        return found
 
     async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
         table = checkpoints.c

@@ -49,7 +49,7 @@ class DownloadSigner:
     async def sign(self, path: CheckpointPath) -> tuple[dict[str, str], int]:
         """Return each file's address, relative to the server, by file name, and the expiry in
         seconds since 1970. Raises `UnknownWeights`."""
-        async with self._checkpoints.reading_checked(path) as checkpoint:
+        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
             files = await self._versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
         return {name: self._address(checkpoint, name, expires) for name in files}, expires
@@ -73,7 +73,7 @@ class DownloadSigner:
             renew="ask for a new one with get_external_weights_urls",
         )
         path = make_checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
-        async with self._checkpoints.reading_checked(path) as checkpoint:
+        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
             file = (await self._versions.files(checkpoint)).get(address.file)
             if file is None or checkpoint.relative_folder != address.folder:
                 raise UnknownWeights(f"{path} no longer has the file {address.file!r}")

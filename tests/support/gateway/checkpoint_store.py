@@ -50,7 +50,7 @@ class Store:
         )
 
     def reading(self, path: str):
-        return self.checkpoints.reading_checked(parse_checkpoint_path(path))
+        return self.checkpoints.reading(path, readers=None)
 
     def trash(self) -> list[Path]:
         return list(self.data_dir.glob("*/.trash/*"))
