@@ -102,8 +102,7 @@ class VersionStore:
         if free < self._min_free_bytes + expected_bytes:
             raise StorageFull(
                 f"there is no room to {what}: {free} bytes are free in the data directory, "
-                f"{expected_bytes} are needed and {self._min_free_bytes} are kept free; "
-                "the version before is still served"
+                f"{expected_bytes} are needed and {self._min_free_bytes} are kept free"
             )
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.checkpoints.copies import CheckpointCopier, CopyRequest
 from gateway.checkpoints.encryption import seal_version
+from gateway.checkpoints.versions import VersionStore
 from gateway.owners.auth.identity import Readers
 from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.recovery.snapshots import SnapshotStore
@@ -304,3 +305,9 @@ async def test_a_checkpoint_is_read_although_open_files_get_stale(store, disk, s
     for strike in disk.strikes(Fault.STALE):
         with strike:
             await store.versions.files(checkpoint(store, STATE))
+
+
+async def test_a_full_disk_is_named_with_its_free_and_needed_bytes_alone(store):
+    versions = VersionStore(database=store.database, data_dir=store.data_dir, min_free_bytes=2**62)
+    with pytest.raises(StorageFull, match=r"no room to take on work: \d+ bytes.*are kept free$"):
+        await versions.check_space(expected_bytes=0, what="take on work")
