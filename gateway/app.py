@@ -49,7 +49,7 @@ from gateway.metrics import Metrics
 from gateway.owners.auth.bootstrap import read_bootstrap_key
 from gateway.owners.counted_lines import CountedLines
 from gateway.runs.stopping import Stop
-from gateway.storage.data_directory import write_private
+from gateway.storage.data_directory import write_file
 from gateway.storage.drivers import is_postgresql
 from gateway.storage.leadership import Leadership
 from gateway.workers.epoch import Epoch, epoch_without_leader
@@ -297,7 +297,7 @@ class GatewayServer(uvicorn.Server):
         endpoint = Endpoint(
             url=self.url, pid=pid, process_start=process_start(pid), api_key=self.gateway.api_key
         )
-        write_private(self._announcement, endpoint.model_dump_json().encode())
+        write_file(self._announcement, endpoint.model_dump_json().encode())
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGTERM and SIGINT, also before the start and after the end."""
@@ -336,7 +336,9 @@ class GatewayServer(uvicorn.Server):
 
 def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     metrics = app.state.metrics
-    malformed = CountedLines(first="malformed_request", more="malformed_requests")
+    malformed = CountedLines(
+        metrics.malformed_requests, first="malformed_request", more="malformed_requests"
+    )
     protocol = partial(
         BoundedProtocol,
         metrics=metrics,

@@ -16,10 +16,11 @@ from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
 from gateway.metrics import Metrics
-from gateway.owners.auth.audit import AuditLog, RefusedKeys
+from gateway.owners.auth.audit import AuditLog
 from gateway.owners.auth.bootstrap import take_bootstrap_key
 from gateway.owners.auth.identity import Identity
 from gateway.owners.auth.keys import KeyStore, check_listening
+from gateway.owners.counted_lines import CountedLines
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.queries import SessionQueries
 from gateway.owners.sessions.registry import SessionRegistry, why_ended
@@ -137,7 +138,9 @@ class Gateway:
         self.keys = KeyStore(database=database)
         self.identity = Identity(keys=self.keys, signing_key=signing_key)
         self.audit = AuditLog(database=database)
-        self.refused_keys = RefusedKeys(metrics=metrics)
+        self.refused_keys = CountedLines(
+            metrics.refused_keys, first="key_refused", more="keys_refused"
+        )
         self.limits = Quotas(settings=settings.limit, metrics=metrics)
         # The gateway decompresses one large request body at a time, and parses one at a time.
         self.decompression, self.parsing = FairSemaphore(slots=1), FairSemaphore(slots=1)

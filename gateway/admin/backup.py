@@ -17,7 +17,7 @@ import sqlite3
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, closing, suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -25,19 +25,17 @@ from pydantic import BaseModel, ValidationError
 from sqlalchemy import delete, make_url, select, update
 
 from gateway.admin.request import answer_request
+from gateway.admin.unused_database import unused_database
 from gateway.checkpoints.catalog import CheckpointCatalog, checkpoint_of
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import FILE_LISTS, files_of
 from gateway.metrics import Metrics
 from gateway.owners.auth.audit import AuditLog, Entry
-from gateway.owners.auth.identity import urn_of
-from gateway.owners.auth.keys import LOCAL_OWNER
 from gateway.owners.limits import Quotas
-from gateway.storage.data_directory import locked_data_directory, write_private
+from gateway.storage.data_directory import locked_data_directory, write_file
 from gateway.storage.database import Database
 from gateway.storage.drivers import is_postgresql
-from gateway.storage.leadership import Leadership
 from gateway.storage.migrations import check_revision
 from gateway.storage.tables import (
     checkpoints,
@@ -106,7 +104,7 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
             shutil.copyfile(file, target)
             found += 1
     about = About(version=__version__, revision=revision, at=time.time(), folders=found)
-    write_private(partial / _ABOUT, about.model_dump_json().encode())
+    write_file(partial / _ABOUT, about.model_dump_json().encode(), synced=True)
     partial.rename(folder)
     fsync_path(folder.parent)
     return about
@@ -123,38 +121,18 @@ async def restore(folder: Path | None, settings: GatewaySettings) -> Restored:
             else "PostgreSQL is restored by its own tools (pg_restore); then run `tandem restore` "
             "without a folder"
         )
-    async with AsyncExitStack() as stack:
-        stack.enter_context(locked_data_directory(data_dir))
-        epoch, replaced = 0, ""
-        if folder is None:
-            leadership = await stack.enter_async_context(
-                Leadership.open(url=url, timeout=settings.leader_timeout)
-            )
-            if not await leadership.take_unless_used():
-                raise InvalidRequest("a gateway uses the database; stop it first")
-            epoch = leadership.epoch
-        else:
-            replaced = await asyncio.to_thread(_replace_sqlite, folder, settings)
-        database = Database(url=url, data_dir=data_dir, epoch=epoch)
-        stack.push_async_callback(database.close)
-        await database.open()
-        await _forget_what_went_on(database)
-        collector = _collector(database, settings)
-        await collector.find_unknown()
-        entry = Entry(
-            actor=urn_of(LOCAL_OWNER),
-            action="organization_restore",
-            target=str(folder or ""),
-            address="",
-            status=200,
-            detail={"unknown": str(len(collector.unknown))},
-        )
-        AuditLog(database=database).record(entry)
-        return Restored(
-            unknown=sorted(collector.unknown),
-            missing=await _missing(database, data_dir),
-            replaced=replaced,
-        )
+    with locked_data_directory(data_dir):
+        replaced = await asyncio.to_thread(_replace_sqlite, folder, settings) if folder else ""
+        async with unused_database(settings) as database:
+            await _forget_what_went_on(database)
+            collector = _collector(database, settings)
+            await collector.find_unknown()
+            unknown = sorted(collector.unknown)
+            count = str(len(unknown))
+            entry = Entry.of_local("organization_restore", str(folder or ""), unknown=count)
+            AuditLog(database=database).record(entry)
+            missing = await _missing(database, data_dir)
+            return Restored(unknown=unknown, missing=missing, replaced=replaced)
 
 
 def _sqlite_file(url: str, data_dir: Path) -> Path:

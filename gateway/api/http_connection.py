@@ -276,7 +276,6 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _note_malformed(self, reason: str) -> None:
         """Count a malformed request, without uvicorn's line for each."""
-        self._metrics.malformed_requests.labels(reason=reason).inc()
         self._malformed.note(reason=reason, address=self.client[0] if self.client else "")
 
     def _refuse_headers(self) -> None:

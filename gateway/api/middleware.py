@@ -136,7 +136,7 @@ class RequestBoundary:
         client = scope.get("client")
         address = client[0] if client else ""
         if refused is not None:
-            gateway.refused_keys.note(reason=refused, address=address, path=scope["path"])
+            gateway.refused_keys.note(reason=refused, address=address, path=scope["path"][:200])
         if not isinstance(route, PathOperation) or route.audit is None:
             return
         if scope["method"] not in route.methods:  # the path takes other methods

@@ -1,10 +1,12 @@
-"""Log lines that strangers cause, limited so that they cannot fill the disk."""
+"""Requests that strangers send: metrics count them, and limited log lines name some."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable
+
+import prometheus_client
 
 from tandem.telemetry import get_log
 
@@ -14,11 +16,17 @@ _NAMED_ADDRESSES = 10
 
 class CountedLines:
     """Logs the first event at once as `first`, and the next minute's events as one line `more` with
-    their number."""
+    their number, so that they cannot fill the disk. `counter` counts all by their reason."""
 
     def __init__(
-        self, *, first: str, more: str, clock: Callable[[], float] = time.monotonic
+        self,
+        counter: prometheus_client.Counter,
+        *,
+        first: str,
+        more: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._counter = counter
         self._first = first
         self._more = more
         self._clock = clock
@@ -28,6 +36,7 @@ class CountedLines:
         self._log = get_log()
 
     def note(self, *, reason: str, address: str, **about: str) -> None:
+        self._counter.labels(reason=reason).inc()
         if self._logged_at is None:
             self._logged_at = self._clock()
             self._log.warning(self._first, reason=reason, address=address, **about)

@@ -22,10 +22,11 @@ from gateway.identifiers import operation_blob, result_blob, run_folder_name, sp
 from gateway.metrics import Metrics
 from gateway.runs.operations import Kind, Operation, body_to_json
 from gateway.runs.recovery.replay_log import Recovery, ReplayLog
+from gateway.storage.data_directory import write_file
 from gateway.storage.database import Database
 from gateway.storage.drivers import typed
 from gateway.storage.fair_queue import FairSemaphore
-from gateway.storage.futures.table import FutureTable, Outcome, Result, write_file
+from gateway.storage.futures.table import FutureTable, Outcome, Result
 from gateway.storage.tables import operations, runs
 from tandem.errors import (
     GatewayRestarted,

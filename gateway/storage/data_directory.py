@@ -1,4 +1,4 @@
-"""The data directory: its lock and its secrets."""
+"""The data directory: its lock, its secrets, and files written at once."""
 
 from __future__ import annotations
 
@@ -67,23 +67,28 @@ def _keep(path: Path, new: str) -> str:
     try:
         return path.read_text(encoding="ascii").strip()
     except FileNotFoundError:
-        write_private(path, f"{new}\n".encode())
+        write_file(path, f"{new}\n".encode(), synced=True)
         return new
 
 
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file atomically, readable by its owner only. Raises `OSError`."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    partial.unlink(missing_ok=True)
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+def write_file(file: Path, content: bytes, *, synced: bool = False) -> None:
+    """Write a file atomically, readable by its owner only, with its folder if needed. With
+    `synced`, the file survives a power failure. Raises `OSError`."""
+    if not file.parent.is_dir():
+        with suppress(FileExistsError):
+            make_folder(file.parent)
+    partial = file.with_name(f".{file.name}")
     try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.rename(path)
+        with partial.open("wb") as stream:
+            partial.chmod(0o600)
+            stream.write(content)
+            if synced:
+                stream.flush()
+                os.fsync(stream.fileno())
+        partial.replace(file)
+        if synced:
+            fsync_path(file.parent)
     except OSError:
         with suppress(OSError):
             partial.unlink()
         raise
-    fsync_path(path.parent)

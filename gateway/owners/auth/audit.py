@@ -1,4 +1,4 @@
-"""The audit log of changing requests, and the log of refused keys.
+"""The audit log of changing requests.
 
 Each changing request leaves a row after its answer, even if refused. Rows contain names, never
 bodies or keys. An attempt without a valid key has the actor `unknown` and at most `UNKNOWN_ROWS`
@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import orjson
 from sqlalchemy import ColumnElement, insert, or_, select
 
-from gateway.metrics import Metrics
-from gateway.owners.counted_lines import CountedLines
+from gateway.owners.auth.identity import urn_of
+from gateway.owners.auth.keys import LOCAL_OWNER
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import audit
 from tandem.telemetry import without_credentials
@@ -49,6 +49,11 @@ class Entry:
     status: int
     detail: Mapping[str, str]
     at: float = field(default_factory=time.time)
+
+    @classmethod
+    def of_local(cls, action: str, target: str, **detail: str) -> Entry:
+        """Return an entry for a change on the gateway's machine, which has no address."""
+        return cls(urn_of(LOCAL_OWNER), action, target, address="", status=200, detail=detail)
 
 
 class AuditLog:
@@ -91,18 +96,3 @@ class AuditLog:
             from_row(Entry, row, detail=orjson.loads(row["detail"] or "{}"))
             for row in reversed(rows)
         ]
-
-
-class RefusedKeys:
-    """Counts and logs requests with a refused key or token, without the key."""
-
-    def __init__(self, *, metrics: Metrics, clock: Callable[[], float] = time.monotonic) -> None:
-        self._metrics = metrics
-        self._lines = CountedLines(first="key_refused", more="keys_refused", clock=clock)
-
-    def note(self, *, reason: str, address: str, path: str) -> None:
-        self._metrics.refused_keys.labels(reason=reason).inc()
-        self._lines.note(reason=reason, address=address, path=path[:200])
-
-    def write(self, *, closing: bool = False) -> None:
-        self._lines.write(closing=closing)

@@ -9,8 +9,7 @@ from __future__ import annotations
 import re
 
 from gateway.owners.auth.audit import AuditLog, Entry
-from gateway.owners.auth.identity import urn_of
-from gateway.owners.auth.keys import BOOTSTRAP_NAME, LOCAL_OWNER, Key, KeyStore
+from gateway.owners.auth.keys import BOOTSTRAP_NAME, KeyStore
 from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
@@ -49,7 +48,8 @@ async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit
         key, former = await keys.replace_bootstrap(secret)
         for action, changed in [("apikey_create", key), *(("apikey_delete", k) for k in former)]:
             get_log().info("bootstrap_key", action=action, key=changed.id)
-            audit.record(_entry(action, changed))
+            about = {"owner": changed.owner, "role": changed.role, "name": changed.name}
+            audit.record(Entry.of_local(action, changed.id, **about))
     elif known.local or known.name != BOOTSTRAP_NAME:
         raise InvalidRequest(
             f"the bootstrap key is already the key {known.id} of {known.owner}, and must be one of "
@@ -58,14 +58,3 @@ async def take_bootstrap_key(settings: GatewaySettings, *, keys: KeyStore, audit
     elif keys.ended(known) is not None:
         hint = "a key that was revoked stays so; put a new one into its place"
         get_log().warning("bootstrap_key_revoked", key=known.id, hint=hint)
-
-
-def _entry(action: str, key: Key) -> Entry:
-    return Entry(
-        actor=urn_of(LOCAL_OWNER),
-        action=action,
-        target=key.id,
-        address="",
-        status=200,
-        detail={"owner": key.owner, "role": key.role, "name": key.name},
-    )

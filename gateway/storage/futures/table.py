@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
@@ -23,9 +21,9 @@ from typing import Literal
 import xxhash
 
 from gateway.metrics import Metrics
+from gateway.storage.data_directory import write_file
 from tandem.errors import TandemError, describe
 from tandem.telemetry import get_log
-from tandem.weights.store import fsync_path, make_folder
 
 Media = Literal["json", "protobuf"]
 Source = Literal["operation", "sample"]
@@ -296,28 +294,6 @@ def digest_of(kind: str, request: bytes) -> bytes:
     digest = xxhash.xxh3_128(kind.encode())
     digest.update(request)
     return digest.digest()
-
-
-def write_file(file: Path, content: bytes, *, synced: bool = False) -> None:
-    """Write a file atomically, with its folder if needed. With `synced`, the file survives a power
-    failure. Raises `OSError`."""
-    if not file.parent.is_dir():
-        with suppress(FileExistsError):
-            make_folder(file.parent)
-    partial = file.with_name(f".{file.name}")
-    try:
-        with partial.open("wb") as stream:
-            stream.write(content)
-            if synced:
-                stream.flush()
-                os.fsync(stream.fileno())
-        partial.replace(file)
-        if synced:
-            fsync_path(file.parent)
-    except OSError:
-        with suppress(OSError):
-            partial.unlink()
-        raise
 
 
 async def _remove(file: Path) -> None:

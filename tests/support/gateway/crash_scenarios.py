@@ -27,8 +27,8 @@ from sqlalchemy.engine.interfaces import DBAPIConnection
 from gateway.core import Gateway
 from gateway.metrics import Metrics
 from gateway.runs.stopping import Stop
+from gateway.storage.data_directory import write_file
 from gateway.storage.database import Database
-from gateway.storage.futures.table import write_file
 from gateway.storage.tables import (
     checkpoints,
     operations,

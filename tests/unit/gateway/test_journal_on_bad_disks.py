@@ -16,8 +16,9 @@ from gateway.identifiers import operation_blob, result_blob
 from gateway.metrics import Metrics
 from gateway.runs.journal import INLINE_PAYLOAD_BYTES, Journal
 from gateway.runs.operations import Operation
+from gateway.storage.data_directory import write_file
 from gateway.storage.database import Database
-from gateway.storage.futures.table import Future, FutureTable, Result, write_file
+from gateway.storage.futures.table import Future, FutureTable, Result
 from gateway.storage.log_sync import LogSync
 from gateway.storage.tables import operations
 from tandem.errors import StorageFailed

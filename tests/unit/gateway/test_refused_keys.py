@@ -3,14 +3,19 @@ from __future__ import annotations
 from structlog.testing import capture_logs
 
 from gateway.metrics import Metrics
-from gateway.owners.auth.audit import RefusedKeys
+from gateway.owners.counted_lines import CountedLines
 
 
 class World:
     def __init__(self) -> None:
         self.now = 0.0
         self.metrics = Metrics()
-        self.refused = RefusedKeys(metrics=self.metrics, clock=lambda: self.now)
+        self.refused = CountedLines(
+            self.metrics.refused_keys,
+            first="key_refused",
+            more="keys_refused",
+            clock=lambda: self.now,
+        )
 
     def burst(self, count: int, reason: str = "unauthenticated") -> None:
         for number in range(count):
