@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
@@ -45,7 +45,9 @@ class GatewaySettings(BaseSettings):
         "",
         description="The URL for clients (default: the request's host).",
     )
-    data_dir: Path = Field(Path(".tandem"), description="The data directory.")
+    data_dir: Annotated[Path, BeforeValidator(lambda given: given or ".tandem")] = Field(
+        Path(".tandem"), description="The data directory."
+    )
     private_dir: OptionalPath = Field(
         None,
         description="Keys, requests and results, which workers must not read (default: the data "

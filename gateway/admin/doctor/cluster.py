@@ -302,8 +302,11 @@ class _Pools(BaseModel):
 
 
 def _settings_of(values: Mapping[str, str]) -> tuple[KubernetesSettings, list[ClaimPoolSettings]]:
-    names = {f"{_PREFIX}{name.upper()}": name for name in KubernetesSettings.model_fields}
-    given: Object = {names[name]: value for name, value in values.items() if name in names}
+    # Each field is given, because the class would read the rest from this process's environment.
+    given: Object = {
+        name: values.get(f"{_PREFIX}{name.upper()}", field.default)
+        for name, field in KubernetesSettings.model_fields.items()
+    }
     pools = {"claim_pools": values.get("TANDEM_CLAIM_POOLS", "[]")}
     try:
         return KubernetesSettings(**given), _Pools.model_validate(pools).claim_pools

@@ -119,6 +119,7 @@ class BillingReports:
             usage.c.hour < ending_before,
             visible(usage.c.owner, caller, "accessible"),
         ]
+        joined = sessions.c.id == usage.c.session_id
         project = func.coalesce(sessions.c.project_id, usage.c.project_id)
         if project_id is not None:
             wanted.append(project == project_id)
@@ -134,7 +135,7 @@ class BillingReports:
                     cast(func.sum(quantity), BigInteger).label("quantity"),
                     func.sum(usage.c.accelerator_seconds * int(timed)).label("accelerator_seconds"),
                 )
-                .join(sessions, sessions.c.id == usage.c.session_id, isouter=True)
+                .join(sessions, joined, isouter=True)
                 .where(*wanted, rows)
                 .group_by(*group)
                 for type_, (rows, quantity, timed) in _COUNTED.items()
@@ -143,11 +144,12 @@ class BillingReports:
         found = [from_row(UsageEvent, row) for row in await self._database.read(counted)]
         events = [event for event in found if event.quantity or event.accelerator_seconds]
         events.sort(key=lambda e: (e.hour, -e.quantity, e.session_id, e.base_model, e.type))
-        ids = sorted({event.session_id for event in events})
+        used = select(usage.c.session_id).join(sessions, joined, isouter=True).where(*wanted)
         rows = await self._database.read(
-            select(sessions.c.id, sessions.c.user_metadata).where(sessions.c.id.in_(ids))
+            select(sessions.c.id, sessions.c.user_metadata).where(sessions.c.id.in_(used))
         )
-        metadata = dict.fromkeys(ids) | {row["id"]: row["user_metadata"] for row in rows}
+        known = {row["id"]: row["user_metadata"] for row in rows}
+        metadata = {event.session_id: known.get(event.session_id) for event in events}
         return UsageReport(events=events, metadata=metadata)
 
     async def summary(

@@ -251,6 +251,11 @@ def test_the_policy_of_a_trainer_on_several_nodes_does_not_stand_for_those_of_th
         assert (check.value, check.level) == (count, level)
 
 
+def test_the_settings_of_a_deployment_are_not_filled_from_the_environment(monkeypatch):
+    monkeypatch.setenv("TANDEM_KUBERNETES_PLACEMENT", "shared")
+    assert "nodes for trainers" in examine()
+
+
 def test_before_there_is_a_gateway_its_settings_are_those_of_the_environment(monkeypatch):
     monkeypatch.setenv("TANDEM_CLAIM_POOLS", json.dumps(POOLS))
     found = examine(without=DEPLOYMENT)

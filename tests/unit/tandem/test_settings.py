@@ -41,6 +41,11 @@ def test_the_url_of_a_database_may_be_in_a_file(monkeypatch, tmp_path):
         assert "secret" not in CliRunner().invoke(app, arguments).stdout
 
 
+def test_an_empty_variable_names_the_usual_data_directory(monkeypatch):
+    monkeypatch.setenv("TANDEM_DATA_DIR", "")
+    assert GatewaySettings().data_dir == Path(".tandem")
+
+
 def test_an_empty_variable_names_no_path(monkeypatch):
     paths = {name for name, field in settings_by_name() if field.annotation == Path | None}
     assert {"TANDEM_DATABASE_URL_FILE", "TANDEM_PRIVATE_DIR", "TANDEM_TLS_DIR"} <= paths
