@@ -84,21 +84,16 @@ EXPIRY_GRACE = 86_400.0
 """Seconds for which an expired checkpoint's files stay, in case the clock was ahead."""
 
 
+@dataclass(eq=False, kw_only=True)
 class CheckpointCatalog:
     """`expiry_grace` is in seconds."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        pins: Pins,
-        limits: Quotas,
-        expiry_grace: float = EXPIRY_GRACE,
-    ) -> None:
-        self._database = database
-        self.pins = pins
-        self._limits = limits
-        self._expiry_grace = expiry_grace
+    database: Database
+    pins: Pins
+    limits: Quotas
+    expiry_grace: float = EXPIRY_GRACE
+
+    def __post_init__(self) -> None:
         self._unnamed_runs: set[str] = set()
         self.snapshot_bytes: Counter[str] = Counter()
         """Snapshot bytes by owner. Runs remove their own snapshots."""
@@ -119,7 +114,7 @@ class CheckpointCatalog:
     async def put(self, checkpoint: Checkpoint) -> None:
         """Write the row of a complete checkpoint and replace one with this path. Raises
         `StorageFailed`."""
-        await self._database.write_together(
+        await self.database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),
             durable=True,
@@ -128,7 +123,7 @@ class CheckpointCatalog:
 
     async def find(self, path: CheckpointPath) -> Checkpoint | None:
         """Return the checkpoint or None, without a check of access rights."""
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             select(checkpoints).where(checkpoints.c.path == str(path), not_expired())
         )
         return checkpoint_of(row) if row is not None else None
@@ -166,12 +161,12 @@ class CheckpointCatalog:
     async def of_run(self, run_id: str) -> AsyncIterator[list[Checkpoint]]:
         table = checkpoints.c
         query = select(checkpoints).where(table.run_id == run_id, not_expired())
-        async for rows in self._database.read_in_batches(query, table.created_at, table.path):
+        async for rows in self.database.read_in_batches(query, table.created_at, table.path):
             yield [checkpoint_of(row) for row in rows]
 
     async def newest_version(self, run_id: str) -> str:
         """Return the weight version of a run's newest sampler checkpoint, or ""."""
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             select(checkpoints.c.version)
             .where(
                 checkpoints.c.run_id == run_id,
@@ -189,14 +184,14 @@ class CheckpointCatalog:
         """Return a page of an owner's checkpoints (None: everybody's), newest first, and the total
         number."""
         wanted = [not_expired()] if owner is None else [not_expired(), checkpoints.c.owner == owner]
-        rows = await self._database.read(
+        rows = await self.database.read(
             select(checkpoints)
             .where(*wanted)
             .order_by(checkpoints.c.created_at.desc(), checkpoints.c.path)
             .limit(limit)
             .offset(offset)
         )
-        total = await self._database.read_value(
+        total = await self.database.read_value(
             select(func.count()).select_from(checkpoints).where(*wanted)
         )
         return [checkpoint_of(row) for row in rows], total
@@ -206,12 +201,12 @@ class CheckpointCatalog:
     ) -> None:
         """Raise `LimitExceeded` if the owner may not store this many bytes more. Snapshots count as
         well."""
-        used = await self._database.read_value(
+        used = await self.database.read_value(
             select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
                 checkpoints.c.owner == owner, not_expired()
             )
         )
-        self._limits.check(
+        self.limits.check(
             "checkpoint_bytes",
             used=int(used) + self.snapshot_bytes[owner] - replaced_bytes,
             adding=expected_bytes,
@@ -222,7 +217,7 @@ class CheckpointCatalog:
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
         group = (runs.c.project_id, checkpoints.c.owner)
-        rows = await self._database.read(
+        rows = await self.database.read(
             select(
                 *group,
                 func.count().label("count"),
@@ -241,12 +236,12 @@ class CheckpointCatalog:
         await self.change(checkpoint, expires_at=expires_at)
 
     async def change(self, checkpoint: Checkpoint, **values: object) -> None:
-        await self._database.write(
+        await self.database.write(
             update(checkpoints).where(_is(checkpoint)).values(**values), durable=True
         )
 
     async def delete(self, checkpoint: Checkpoint) -> None:
-        await self._database.write_together(*_release(_is(checkpoint)), durable=True)
+        await self.database.write_together(*_release(_is(checkpoint)), durable=True)
         self.mark(checkpoint.path.run_id)
 
     async def expire(self) -> None:
@@ -254,14 +249,14 @@ class CheckpointCatalog:
         expired = checkpoints.c.expires_at <= now
         # Noted while the clock was ahead.
         wrong = seen.is_not(None) & ((checkpoints.c.expires_at > now) | (seen > now))
-        new, over = expired & seen.is_(None), expired & (seen <= now - self._expiry_grace)
+        new, over = expired & seen.is_(None), expired & (seen <= now - self.expiry_grace)
         for which, value in ((wrong, None), (new, now)):
-            if await self._database.read_one(select(checkpoints.c.path).where(which).limit(1)):
+            if await self.database.read_one(select(checkpoints.c.path).where(which).limit(1)):
                 change = update(checkpoints).where(which).values(expired_at=value)
-                await self._database.write(change, durable=True)
-        rows = await self._database.read(select(checkpoints.c.run_id).where(over).distinct())
+                await self.database.write(change, durable=True)
+        rows = await self.database.read(select(checkpoints.c.run_id).where(over).distinct())
         if rows:
-            await self._database.write_together(*_release(over), durable=True)
+            await self.database.write_together(*_release(over), durable=True)
             self._unnamed_runs.update(row["run_id"] for row in rows)
 
     def mark(self, run_id: str) -> None:
@@ -272,7 +267,7 @@ class CheckpointCatalog:
         return marked
 
     async def origin(self, run_id: str) -> Origin:
-        row = await self._database.read_one(
+        row = await self.database.read_one(
             select(runs.c.training, runs.c.owner, runs.c.project_id).where(runs.c.id == run_id)
         )
         if row is None:

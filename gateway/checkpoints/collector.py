@@ -22,6 +22,7 @@ import secrets
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import delete, literal, select, union_all, update
@@ -50,22 +51,17 @@ UNKNOWN = (
 )
 
 
+@dataclass(eq=False, kw_only=True)
 class GarbageCollector:
-    def __init__(
-        self,
-        *,
-        database: Database,
-        data_dir: Path,
-        private_dir: Path,
-        checkpoints: CheckpointCatalog,
-    ) -> None:
+    database: Database
+    data_dir: Path
+    private_dir: Path
+    checkpoints: CheckpointCatalog
+
+    def __post_init__(self) -> None:
         self.unknown: set[str] = set()
         """Paths in the data directory that the database does not know; absolute elsewhere."""
-        self._database = database
-        self._data_dir = data_dir
-        self._private_dir = private_dir
-        self.checkpoints = checkpoints
-        self._pins = checkpoints.pins
+        self._pins = self.checkpoints.pins
         self._emptying = asyncio.Lock()
         self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -98,7 +94,7 @@ class GarbageCollector:
         trainer `ended`. Return False if some are in use and worth another call."""
         found = await asyncio.to_thread(self._list_folders, run_id, ended)
         used = self._pins.folders()
-        if not await self._database.flush():  # unwritten rows may name them
+        if not await self.database.flush():  # unwritten rows may name them
             if run_id is not None:
                 self.checkpoints.mark(run_id)
             return False
@@ -139,9 +135,9 @@ class GarbageCollector:
         found = await asyncio.to_thread(self._list_folders, None, False)
         of_runs = await asyncio.to_thread(self._list_folders_of_runs)
         known = self._pins.folders()
-        await self._database.flush()
+        await self.database.flush()
         known |= await self._named(None) | await self._known(None) | self._pins.folders()
-        rows = await self._database.read(select(runs.c.id)) if found or of_runs else []
+        rows = await self.database.read(select(runs.c.id)) if found or of_runs else []
         known_runs = {run_folder_name(row["id"]) for row in rows}
         unknown = {path for path in of_runs if Path(path).name not in known_runs}
         for folder in set(found) - known:
@@ -152,16 +148,16 @@ class GarbageCollector:
             self._log.warning("unknown_folders", folders=sorted(unknown), hint=UNKNOWN)
 
     def _still_there(self) -> set[str]:
-        return {folder for folder in self.unknown if (self._data_dir / folder).is_dir()}
+        return {folder for folder in self.unknown if (self.data_dir / folder).is_dir()}
 
     def _list_folders_of_runs(self) -> list[str]:
-        found = [*(self._data_dir / "snapshots").glob("*")]
-        found += (self._private_dir / "operations").glob("*")
+        found = [*(self.data_dir / "snapshots").glob("*")]
+        found += (self.private_dir / "operations").glob("*")
         return [self._shown(path) for path in sorted(found) if _is_own_folder(path)]
 
     def _shown(self, path: Path) -> str:
-        inside = path.is_relative_to(self._data_dir)
-        return str(path.relative_to(self._data_dir) if inside else path)
+        inside = path.is_relative_to(self.data_dir)
+        return str(path.relative_to(self.data_dir) if inside else path)
 
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []
@@ -169,14 +165,14 @@ class GarbageCollector:
             with suppress(FileNotFoundError):  # another collection just removed it
                 found += sorted(run.iterdir())
         return [
-            str(folder.relative_to(self._data_dir))
+            str(folder.relative_to(self.data_dir))
             for folder in found
             if partials or not _is_partial(folder.name)
         ]
 
     def _run_folders(self, run_id: str | None) -> list[Path]:
         name = run_folder_name(run_id) if run_id is not None else "*"
-        found = [path for root in _ROOTS for path in sorted(self._data_dir.glob(f"{root}/{name}"))]
+        found = [path for root in _ROOTS for path in sorted(self.data_dir.glob(f"{root}/{name}"))]
         return [path for path in found if _is_own_folder(path) and path.name != _TRASH]
 
     async def _named(self, run_id: str | None) -> set[str]:
@@ -187,7 +183,7 @@ class GarbageCollector:
         if run_id is not None:
             saved = saved.where(checkpoints.c.run_id == run_id)
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
-        rows = await self._database.read(union_all(saved, sampled))
+        rows = await self.database.read(union_all(saved, sampled))
         return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
 
     async def _bases(self, run_id: str | None, kept: set[str]) -> set[str]:
@@ -199,7 +195,7 @@ class GarbageCollector:
             deltas = deltas.where(weight_versions.c.run_id == run_id)
         return {
             relative_version_folder(row["delta_of"])
-            for row in await self._database.read(deltas)
+            for row in await self.database.read(deltas)
             if relative_version_folder(row["name"]) in kept
         }
 
@@ -211,7 +207,7 @@ class GarbageCollector:
         if run_id is not None:
             released = released.where(released_folders.c.run_id == run_id)
             versions = versions.where(weight_versions.c.run_id == run_id)
-        rows = await self._database.read(union_all(released, versions))
+        rows = await self.database.read(union_all(released, versions))
         return {row["folder"] or relative_version_folder(row["name"]) for row in rows}
 
     def _put_away(self, folders: list[str]) -> tuple[list[str], list[str]]:
@@ -228,12 +224,12 @@ class GarbageCollector:
         return removed, refused
 
     def _throw_away(self, folder: str) -> None:
-        trash = self._data_dir / folder.partition("/")[0] / _TRASH
+        trash = self.data_dir / folder.partition("/")[0] / _TRASH
         trash.mkdir(parents=True, exist_ok=True)
-        (self._data_dir / folder).rename(trash / secrets.token_hex(8))
+        (self.data_dir / folder).rename(trash / secrets.token_hex(8))
 
     def _empty_trash(self) -> None:
-        for trash in (self._data_dir / root / _TRASH for root in _ROOTS):
+        for trash in (self.data_dir / root / _TRASH for root in _ROOTS):
             if not _is_own_folder(trash):
                 continue
             for child in trash.iterdir():
@@ -253,7 +249,7 @@ class GarbageCollector:
         gone = update(weight_versions).where(weight_versions.c.path.in_(removed))
         if run_id is not None:
             gone = gone.where(weight_versions.c.run_id == run_id)
-        await self._database.write_together(
+        await self.database.write_together(
             gone.values(collected_at=time.time()),
             delete(released_folders).where(released_folders.c.folder.in_(removed)),
         )

@@ -53,19 +53,14 @@ class CopyRequest:
     idempotency_key: str
 
 
+@dataclass(eq=False, kw_only=True)
 class CheckpointCopier:
-    def __init__(
-        self,
-        *,
-        database: Database,
-        data_dir: Path,
-        checkpoints: CheckpointCatalog,
-        versions: VersionStore,
-    ) -> None:
-        self._database = database
-        self._data_dir = data_dir
-        self._checkpoints = checkpoints
-        self._versions = versions
+    database: Database
+    data_dir: Path
+    checkpoints: CheckpointCatalog
+    versions: VersionStore
+
+    def __post_init__(self) -> None:
         self._under_way: dict[str, tuple[str, asyncio.Task[str]]] = {}
 
     async def copy(self, request: CopyRequest) -> str:
@@ -87,13 +82,13 @@ class CheckpointCopier:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _copy(self, request: CopyRequest, run_id: str) -> str:
-        catalog = self._checkpoints
+        catalog = self.checkpoints
         try:
             # `resolving` keeps the garbage collector away from the partial folder.
             with catalog.pins.resolving(run_id):
                 async with catalog.reading(request.source, readers=request.readers) as source:
                     path = replace(source.path, run_id=run_id)
-                    run = await self._database.read_one(
+                    run = await self.database.read_one(
                         select(runs.c.reason).where(runs.c.id == run_id)
                     )
                     if run is None:
@@ -129,7 +124,7 @@ class CheckpointCopier:
             "created_at": now,
             "ended_at": now,
         }
-        origin = await self._checkpoints.origin(source.path.run_id)
+        origin = await self.checkpoints.origin(source.path.run_id)
         statements = [
             insert_row(copy),
             insert(runs).values(
@@ -153,10 +148,10 @@ class CheckpointCopier:
                     **ended,
                 )
             )
-        target = self._data_dir / copy.relative_folder
+        target = self.data_dir / copy.relative_folder
         if copy.version:
             version = replace(
-                await self._versions.version(source.version),
+                await self.versions.version(source.version),
                 name=copy.version,
                 path=str(target),
                 run_id=run_id,
@@ -165,11 +160,11 @@ class CheckpointCopier:
                 created_at=now,
             )
             statements.append(insert_version(version))
-        with self._checkpoints.writing(copy.relative_folder, run_id=run_id):
+        with self.checkpoints.writing(copy.relative_folder, run_id=run_id):
             await asyncio.to_thread(
-                _link_files, source, self._data_dir / source.relative_folder, copy, target
+                _link_files, source, self.data_dir / source.relative_folder, copy, target
             )
-            await self._database.write_together(*statements, durable=True)
+            await self.database.write_together(*statements, durable=True)
 
 
 def _session_id(request: CopyRequest) -> str:

@@ -38,19 +38,17 @@ class Address:
     signature: str
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class DownloadSigner:
-    def __init__(
-        self, *, key: bytes, checkpoints: CheckpointCatalog, versions: VersionStore
-    ) -> None:
-        self._key = key
-        self._checkpoints = checkpoints
-        self._versions = versions
+    key: bytes
+    checkpoints: CheckpointCatalog
+    versions: VersionStore
 
     async def sign(self, path: CheckpointPath) -> tuple[dict[str, str], int]:
         """Return each file's address, relative to the server, by file name, and the expiry in
         seconds since 1970. Raises `UnknownWeights`."""
-        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
-            files = await self._versions.files(checkpoint)
+        async with self.checkpoints.reading(str(path), readers=None) as checkpoint:
+            files = await self.versions.files(checkpoint)
         expires = int(time.time()) + LIFETIME
         return {name: self._address(checkpoint, name, expires) for name in files}, expires
 
@@ -59,7 +57,7 @@ class DownloadSigner:
         """Return the file and keep it for the block, even if its checkpoint is deleted. Raises
         `AddressForged`, `AddressExpired` or `UnknownWeights`."""
         check_address(
-            self._key,
+            self.key,
             _PURPOSE,
             method,
             address.run_id,
@@ -73,8 +71,8 @@ class DownloadSigner:
             renew="ask for a new one with get_external_weights_urls",
         )
         path = make_checkpoint_path(run_id=address.run_id, kind=address.kind, name=address.name)
-        async with self._checkpoints.reading(str(path), readers=None) as checkpoint:
-            file = (await self._versions.files(checkpoint)).get(address.file)
+        async with self.checkpoints.reading(str(path), readers=None) as checkpoint:
+            file = (await self.versions.files(checkpoint)).get(address.file)
             if file is None or checkpoint.relative_folder != address.folder:
                 raise UnknownWeights(f"{path} no longer has the file {address.file!r}")
             yield file
@@ -83,5 +81,5 @@ class DownloadSigner:
         path, folder = checkpoint.path, checkpoint.relative_folder
         parts = (path.run_id, path.kind, path.name)
         where = "/".join(quote(part, safe=":") for part in (*parts, file))
-        query = sign_address(self._key, _PURPOSE, "GET", *parts, folder, file, expires=expires)
+        query = sign_address(self.key, _PURPOSE, "GET", *parts, folder, file, expires=expires)
         return f"{PREFIX}{where}?{urlencode({'folder': folder, **query}, safe='/')}"

@@ -156,26 +156,20 @@ class Reservation:
             self.amount = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class Ledger:
     """Counts an amount per owner and for all owners. `what` describes it in messages. `limit` is
     its name.
 
     An owner with nothing reserved passes its own limit, so that one oversized item can pass."""
 
-    def __init__(
-        self,
-        *,
-        limit: str,
-        what: str,
-        per_owner: int,
-        in_all: int,
-        refused: Callable[[str], None],
-    ) -> None:
-        self._limit = limit
-        self._what = what
-        self._per_owner = per_owner
-        self._in_all = in_all
-        self._refused = refused
+    limit: str
+    what: str
+    per_owner: int
+    in_all: int
+    refused: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         # By owner. None holds the sum of all owners.
         self._held: Counter[str | None] = Counter()
         self._rates: defaultdict[str | None, Rate] = defaultdict(Rate)
@@ -194,25 +188,25 @@ class Ledger:
     def has_room(self, owner: str, amount: int, *, share: float) -> bool:
         """Return whether the new total stays within this share of the limits."""
         return (
-            self._held[owner] + amount <= share * self._per_owner
-            and self.total + amount <= share * self._in_all
+            self._held[owner] + amount <= share * self.per_owner
+            and self.total + amount <= share * self.in_all
         )
 
     def check(self, owner: str, amount: int, *, held: int = 0) -> None:
         """Raise `Overloaded` above a limit. `held` is this request's earlier amount."""
-        self._check(owner, amount, held, most=self._per_owner, whose="this owner", in_all="")
-        self._check(None, amount, held, most=self._in_all, whose="all owners", in_all="_in_all")
+        self._check(owner, amount, held, most=self.per_owner, whose="this owner", in_all="")
+        self._check(None, amount, held, most=self.in_all, whose="all owners", in_all="_in_all")
 
     def _check(
         self, owner: str | None, amount: int, held: int, *, most: int, whose: str, in_all: str
     ) -> None:
         waiting = self._held[owner]
         if waiting > held and waiting + amount > most:
-            self._refused(self._limit)
+            self.refused(self.limit)
             raise overloaded(
-                f"{waiting} {self._what} of {whose} are held already, {most} at most"
-                f"{_setting_of(self._limit + in_all)}",
-                limit=self._limit,
+                f"{waiting} {self.what} of {whose} are held already, {most} at most"
+                f"{_setting_of(self.limit + in_all)}",
+                limit=self.limit,
                 waiting=waiting,
                 per_second=self._rates[owner].per_second(),
             )

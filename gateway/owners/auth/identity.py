@@ -63,21 +63,16 @@ class Readers:
         return public or any(caller.may_see(owner) for caller in self.callers)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Identity:
     """`token_ttl` is in seconds."""
 
-    def __init__(
-        self,
-        *,
-        keys: KeyStore,
-        signing_key: bytes,
-        token_ttl: float = 3600.0,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._keys = keys
-        self._signing_key = signing_key
-        self._token_ttl = token_ttl
-        self._clock = clock
+    keys: KeyStore
+    signing_key: bytes
+    token_ttl: float = 3600.0
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._read = lru_cache(maxsize=_REMEMBERED)(self._verify)
 
     def identify(self, credential: bytes) -> Caller:
@@ -85,27 +80,27 @@ class Identity:
         Only the holder of a key learns of its revocation."""
         if credential.startswith(b"eyJ"):
             return self._of_token(credential)
-        key = self._keys.find(credential)
+        key = self.keys.find(credential)
         if key is None:
             raise Unauthenticated(
                 "the API key is missing or wrong; `tandem up` prints the local one, and an admin "
                 "makes others with `tandem keys create` (TINKER_API_KEY)"
             )
-        if ended := self._keys.ended(key):
+        if ended := self.keys.ended(key):
             raise Unauthenticated(
                 f"the API key {key.id} {'was' if ended == 'revoked' else 'has'} {ended}; ask an "
                 "admin for a new one (`tandem keys create`)"
             )
-        self._keys.note_use(key)
+        self.keys.note_use(key)
         return Caller(owner=key.owner, key_id=key.id, role=key.role)
 
     def issue(self, caller: Caller) -> str:
         """Return a token for the caller. It expires with the key and with the caller's own token,
         so that a token cannot renew itself."""
-        now = self._clock()
-        key = self._keys.get(caller.key_id)
+        now = self.clock()
+        key = self.keys.get(caller.key_id)
         ends = [caller.expires_at, key.expires_at if key is not None else None]
-        expires_at = min([now + self._token_ttl, *(end for end in ends if end is not None)])
+        expires_at = min([now + self.token_ttl, *(end for end in ends if end is not None)])
         claims = {
             "iss": _ISSUER,
             "sub": caller.urn,
@@ -116,23 +111,23 @@ class Identity:
             "key": caller.key_id,
             "role": caller.role,
         }
-        return jwt.encode(claims, self._signing_key, algorithm=_ALGORITHM)
+        return jwt.encode(claims, self.signing_key, algorithm=_ALGORITHM)
 
     def _of_token(self, token: bytes) -> Caller:
         key_id, expires_at = self._read(token)
-        if expires_at <= self._clock():
+        if expires_at <= self.clock():
             raise TokenRefused("the token has expired; exchange the key for a new one")
-        key = self._keys.get(key_id)
-        if key is None or self._keys.ended(key) is not None:
+        key = self.keys.get(key_id)
+        if key is None or self.keys.ended(key) is not None:
             raise TokenRefused("the key that this token was exchanged for is no longer valid")
-        self._keys.note_use(key)
+        self.keys.note_use(key)
         return Caller(owner=key.owner, key_id=key.id, role=key.role, expires_at=expires_at)
 
     def _verify(self, token: bytes) -> tuple[str, float]:
         try:
             claims = jwt.decode(
                 token,
-                self._signing_key,
+                self.signing_key,
                 algorithms=[_ALGORITHM],
                 issuer=_ISSUER,
                 options={"require": ["exp", "iat", "iss", "sub", "key", "role"]},

@@ -54,27 +54,25 @@ class Slice:
     args: dict[str, object] = field(default_factory=dict)
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class TraceExporter:
     """An address is valid for `ttl` seconds."""
 
-    def __init__(
-        self, *, database: Database, samples: SampleMeter, key: bytes, ttl: float = 3600.0
-    ) -> None:
-        self._database = database
-        self._samples = samples
-        self._key = key
-        self._ttl = ttl
+    database: Database
+    samples: SampleMeter
+    key: bytes
+    ttl: float = 3600.0
 
     def address(self, session_id: str) -> str:
         now = time.time()
         file = f"{session_id}-{now}.json"
-        query = sign_address(self._key, _PURPOSE, file, expires=int(now + self._ttl))
+        query = sign_address(self.key, _PURPOSE, file, expires=int(now + self.ttl))
         return f"{PREFIX}{file}?{urlencode(query)}"
 
     def generate(self, *, file: str, expires: str, signature: str) -> AsyncIterator[bytes]:
         """Return the JSON of a trace. Raises `AddressForged` or `AddressExpired`."""
         check_address(
-            self._key,
+            self.key,
             _PURPOSE,
             file,
             expires=expires,
@@ -88,14 +86,14 @@ class TraceExporter:
     async def _generate(self, session_id: str, until: float) -> AsyncIterator[bytes]:
         about = {"session_id": session_id, "made_by": "tandem", "made_at": until}
         encoder = EventEncoder()
-        await self._database.flush()
+        await self.database.flush()
         yield b'{"displayTimeUnit":"ms","otherData":%b,"traceEvents":[' % orjson.dumps(about)
         async for slices in self._batches(session_id, until):
             yield encoder.encode(one for one in slices if one.start <= until)
         yield b"]}"
 
     async def _batches(self, session_id: str, until: float) -> AsyncIterator[Iterable[Slice]]:
-        for row in await self._database.read(select(sessions).where(sessions.c.id == session_id)):
+        for row in await self.database.read(select(sessions).where(sessions.c.id == session_id)):
             yield [_session(row)]
         began = (
             select(*_OPERATION_COLUMNS)
@@ -103,9 +101,9 @@ class TraceExporter:
             .where(runs.c.session_id == session_id, operations.c.accepted_at <= until)
         )
         key = (operations.c.run_id, operations.c.seq_id)
-        async for rows in self._database.read_in_batches(began, *key):
+        async for rows in self.database.read_in_batches(began, *key):
             yield map(_operation, rows)
-        spans = self._samples.of_session(session_id)
+        spans = self.samples.of_session(session_id)
         for start in range(0, len(spans), _BATCH):
             yield map(_sample, spans[start : start + _BATCH])
         changes = select(worker_events).where(
@@ -113,7 +111,7 @@ class TraceExporter:
         )
         lasting: dict[str, RowMapping] = {}
         key = (worker_events.c.at, worker_events.c.id)
-        async for rows in self._database.read_in_batches(changes, *key):
+        async for rows in self.database.read_in_batches(changes, *key):
             yield _ended_states(rows, lasting)
         yield (_worker_state(row, time.time()) for row in lasting.values())
 
