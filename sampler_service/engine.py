@@ -150,6 +150,19 @@ class EngineRequest:
     grammar: CompiledGrammar | None = None
     streamed: bool = False
 
+    @classmethod
+    def to_score(cls, id_: str, tokens: list[int], *, adapter: str | None = None) -> EngineRequest:
+        """Return a request for the logprobs of all tokens but the first."""
+        return cls(
+            id=id_,
+            prompt=tokens,
+            num_samples=1,
+            max_tokens=0,
+            temperature=0.0,
+            scoring=PromptScoring(first=1),
+            adapter=adapter,
+        )
+
     @property
     def distinct_samples(self) -> int:
         """The number of samples to compute: one if they are greedy or empty, because these are

@@ -5,12 +5,13 @@ Cancelling a future drops the work, except a begun sleep or wake."""
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from sampler_service.engine import EngineDelta, EngineRequest, EngineResult, SleepLevel
@@ -203,40 +204,31 @@ class SubmissionQueue:
     """Hands work from any thread to the engine's thread, the only caller of `take_submissions`."""
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
-        self._work: list[Work | QueuedSwitch] = []
+        self._queue: SimpleQueue[Work | QueuedSwitch | None] = SimpleQueue()
         self._refusal: TandemError | None = None
-        self._notified = False
 
     def __len__(self) -> int:
-        return len(self._work)
+        return self._queue.qsize()
 
     def put(self, work: Work | QueuedSwitch) -> None:
         """Add work. A closed queue fails it at once."""
-        with self._condition:
-            if self._refusal is None:
-                self._work.append(work)
-                self._condition.notify()
-                work.future.add_done_callback(self._cancelled)
-                return
-        work.fail(self._refusal)
+        work.future.add_done_callback(self._note_end)
+        self._queue.put(work)
+        if self._refusal is not None:
+            self.close(self._refusal)
 
     def notify(self) -> None:
         """Let a waiting `take_submissions` return."""
-        with self._condition:
-            self._notified = True
-            self._condition.notify()
+        self._queue.put(None)
 
-    def _cancelled(self, future: Future[_Result]) -> None:
+    def _note_end(self, future: Future[_Result]) -> None:
         if future.cancelled():
             self.notify()
 
     def close(self, refusal: TandemError) -> None:
         """Fail all queued and future work."""
-        with self._condition:
-            self._refusal = refusal
-            work, self._work = self._work, []
-        for each in work:
+        self._refusal = refusal
+        for each in self._drain():
             each.fail(refusal)
 
     def take_submissions(
@@ -245,23 +237,28 @@ class SubmissionQueue:
         """Return new work. With `wait`, block for it or a notification, at most `seconds`.
 
         An idle engine waits without a deadline, because the process ends with it."""
+        first = None
         if wait:
-            with self._condition:
-                self._condition.wait_for(lambda: self._work or self._notified, timeout=seconds)
-                arrived = bool(self._work)
-            if arrived:
-                self._await_burst()
-        with self._condition:
-            self._notified = False
-            work, self._work = self._work, []
-        return work
+            with suppress(Empty):
+                first = self._queue.get(timeout=seconds)
+        if first is None:
+            return self._drain()
+        self._await_burst()
+        return [first, *self._drain()]
+
+    def _drain(self) -> list[Work | QueuedSwitch]:
+        drained = []
+        with suppress(Empty):
+            while True:
+                drained.append(self._queue.get_nowait())
+        return [each for each in drained if each is not None]
 
     def _await_burst(self) -> None:
         """Let a burst of requests arrive before an idle engine's first step.
 
         A step costs nearly the same for one request as for fifty."""
         deadline = time.monotonic() + _BURST_LONGEST_SECONDS
-        seen = 0
-        while seen != len(self._work) and time.monotonic() < deadline:
-            seen = len(self._work)
+        seen = -1
+        while seen != len(self) and time.monotonic() < deadline:
+            seen = len(self)
             time.sleep(_BURST_QUIET_SECONDS)

@@ -57,7 +57,7 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
     params = message.params
     prompt: list[int] = np.frombuffer(message.prompt_tokens, "<i4").tolist()
     temperature = _temperature(params)
-    stop_token_ids, stop_strings = _stops(params, facts)
+    stop_token_ids = tuple(params.stop_token_ids) if params.stop_given else facts.end_tokens
     grammar = parse_structured_output(message.structured)
     if grammar is not None:
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *facts.end_tokens)))
@@ -72,7 +72,7 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
         top_p=params.top_p,
         seed=params.seed if params.HasField("seed") else None,
         stop_token_ids=stop_token_ids,
-        stop_strings=stop_strings,
+        stop_strings=tuple(params.stop_strings),
         topk=message.topk_sample_logprobs,
         scoring=_prompt_scoring(message, targets, prompt=len(prompt), temperature=temperature),
     )
@@ -91,14 +91,6 @@ def _temperature(params: sampler_pb2.SamplingParams) -> float:
     if params.top_k < -1:
         raise InvalidRequest(f"top_k is {params.top_k}; use -1 for all tokens, or at least 1")
     return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
-
-
-def _stops(
-    params: sampler_pb2.SamplingParams, facts: EngineFacts
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    if not params.stop_given:
-        return facts.end_tokens, ()
-    return tuple(params.stop_token_ids), tuple(params.stop_strings)
 
 
 # --- Scores of the prompt ----------------------------------------------------------------

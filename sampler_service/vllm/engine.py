@@ -38,7 +38,6 @@ from sampler_service.engine import (
     EngineRequest,
     EngineResult,
     Float32Array,
-    PromptScoring,
     SleepLevel,
     StepOutput,
     WeightsTouched,
@@ -392,16 +391,7 @@ class VllmEngine:
 
     def score(self, tokens: Sequence[int]) -> Float32Array:
         assert self._idle, "scoring needs an idle engine"
-        self.add(
-            EngineRequest(
-                id="score",
-                prompt=list(tokens),
-                num_samples=1,
-                max_tokens=0,
-                temperature=0.0,
-                scoring=PromptScoring(first=1),
-            )
-        )
+        self.add(EngineRequest.to_score("score", list(tokens)))
         while "score" in self._pending:
             for result in self.step().results:
                 assert result.prompt is not None and result.prompt.logprobs is not None

@@ -33,8 +33,6 @@ if TYPE_CHECKING:  # the version is checked before these imports
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # both runners share the used parts
 
-    from tandem.settings.workers import SamplerSettings
-
     LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
     Find = Callable[[object, int], object]
     PromptHook = Callable[[torch.Tensor, Iterable["RequestStep"]], None]
@@ -62,17 +60,6 @@ def check_version() -> None:
             )
         return
     raise WorkerStartFailed("vLLM is not installed (`make setup` installs it)")
-
-
-def check_triton(settings: SamplerSettings) -> None:
-    """Raise `WorkerStartFailed` if the second model runner is wanted and Triton is missing."""
-    from vllm.triton_utils import HAS_TRITON
-
-    if settings.model_runner == "v2" and not HAS_TRITON:
-        raise WorkerStartFailed(
-            "vLLM's second model runner (model_runner=v2) needs Triton for this "
-            "device, which is not installed; v1 does not"
-        )
 
 
 def meet_in_a_file() -> None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from sampler_service.vllm.environment import choose_model_runner
 from sampler_service.vllm.internals import (
-    check_triton,
     check_version,
     inspect_models_here,
     meet_in_a_file,
@@ -36,7 +35,6 @@ def start_engine(
     choose_model_runner(settings)
     started = time.monotonic()
     import_libraries()
-    check_triton(settings)
     meet_in_a_file()
     inspect_models_here()
     from sampler_service.vllm.engine import VllmEngine

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from sampler_service.engine import Engine, EngineRequest, EngineResult, PromptScoring
+from sampler_service.engine import Engine, EngineRequest, EngineResult
 from sampler_service.weights.loader import (
     Inventory,
     LoadableVersion,
@@ -191,17 +191,8 @@ class AdapterCache:
         self._adapters[version.name] = adapter
         if canary is None:
             return self._outcome(adapter, difference=math.nan)
-        self._engine.add(
-            EngineRequest(
-                id=_canary_id(version.name),
-                prompt=canary.tokens,
-                num_samples=1,
-                max_tokens=0,
-                temperature=0.0,
-                scoring=PromptScoring(first=1),
-                adapter=version.name,
-            )
-        )
+        name = version.name
+        self._engine.add(EngineRequest.to_score(_canary_id(name), canary.tokens, adapter=name))
         return None
 
     def take_canary(

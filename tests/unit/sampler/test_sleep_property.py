@@ -35,7 +35,7 @@ class NonBlockingQueue(SubmissionQueue):
     def take_submissions(
         self, *, wait: bool, seconds: float | None = None
     ) -> list[Work | QueuedSwitch]:
-        if wait and not len(self) and not self._notified:
+        if wait and not len(self):
             raise WouldBlock
         return super().take_submissions(wait=False)
 
