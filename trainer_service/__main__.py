@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import TandemError, WorkerStartFailed, describe
-from tandem.protocol.devices import confine
+from tandem.protocol.devices import confine, devices_of_ranks
 from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import WorkerReport, WorkerSpec
 from tandem.protocol.worker_link import LauncherLink, launcher_link
@@ -31,7 +31,6 @@ from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.libraries import import_libraries, set_environment
 from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.nodes import PeerRanks
-from trainer_service.service.rank_processes import devices_of_ranks
 from trainer_service.service.servicer import TrainerServicer, first_of
 
 if TYPE_CHECKING:
@@ -156,7 +155,7 @@ class _Worker:
     def fail(self, error: TandemError) -> int:
         self._failure = error.message
         self._log.error("worker_failed", error_type=error.type, error=error.message)
-        self._report(WorkerReport(error_type=error.type, error=error.message, pid=os.getpid()))
+        self._report(WorkerReport.of_error(error))
         return 1
 
     def _report(self, report: WorkerReport) -> None:

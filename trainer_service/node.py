@@ -19,13 +19,13 @@ import sys
 from types import FrameType
 
 from tandem.errors import TandemError
+from tandem.protocol.devices import devices_of_ranks
 from tandem.protocol.worker import WorkerReport, WorkerSpec
 from tandem.protocol.worker_link import launcher_link
 from tandem.telemetry import configure_logging, get_log
 from trainer_service.compute.topology import Topology, node_number, topology_of
 from trainer_service.service.libraries import set_environment
 from trainer_service.service.nodes import Member
-from trainer_service.service.rank_processes import devices_of_ranks
 
 
 class _Stopped(Exception):
@@ -45,7 +45,7 @@ def main() -> None:
     except TandemError as error:
         log = get_log(worker_id=spec.worker_id, session_id=spec.session_id)
         log.error("node_failed", error_type=error.type, error=error.message)
-        link.report(WorkerReport(error_type=error.type, error=error.message, pid=os.getpid()))
+        link.report(WorkerReport.of_error(error))
         sys.exit(1)
 
 

@@ -33,7 +33,7 @@ from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
-from tandem.protocol.devices import confine, parse_device, together
+from tandem.protocol.devices import confine, devices_of_ranks, together
 from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import WorkerReport, WorkerSpec
 from tandem.protocol.worker_link import LauncherLink, launcher_link
@@ -59,7 +59,7 @@ def run() -> NoReturn:
     try:
         spec = _confined(spec)
     except TandemError as error:
-        link.report(WorkerReport(error_type=error.type, error=error.message))
+        link.report(WorkerReport.of_error(error))
         os._exit(1)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
         model, settings = Path(spec.model_path), spec.sampler or SamplerSettings()
@@ -79,15 +79,11 @@ def _confined(spec: WorkerSpec) -> WorkerSpec:
     """Confine this process to its devices. Returns the specification for them.
 
     Raises `WorkerStartFailed`."""
-    if not spec.devices:
-        return spec
     settings = spec.sampler or SamplerSettings()
-    if len(spec.devices) != settings.ranks:
-        raise WorkerStartFailed(
-            f"a sampler with ranks={settings.ranks} runs on as many devices, not on "
-            f"{len(spec.devices)}"
-        )
-    device = together([parse_device(each) for each in spec.devices])
+    devices = devices_of_ranks(spec.devices, ranks=settings.ranks)
+    if not devices:
+        return spec
+    device = together(devices)
     confine(device)
     return spec.model_copy(update={"sampler": settings.model_copy(update={"device": device.kind})})
 
@@ -153,7 +149,7 @@ class _Process:
                     f"vLLM did not start with {self._spec.model_name}: {describe(error)}"
                 )
             )
-            self._link.report(WorkerReport(error_type=reported.type, error=reported.message))
+            self._link.report(WorkerReport.of_error(reported))
             fail(reported)
             return
         scheduler.run()

@@ -55,6 +55,22 @@ def parse_device(text: str) -> Device:
     )
 
 
+def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
+    """Return the device of each rank, or none if the ranks use the whole machine. Raises
+    `WorkerStartFailed`."""
+    try:
+        devices = [parse_device(name) for name in names]
+    except InvalidRequest as error:
+        raise WorkerStartFailed(error.message) from error
+    if devices and len(devices) != ranks:
+        raise WorkerStartFailed(f"{ranks} ranks were given {len(devices)} devices, not one each")
+    if len({device.kind for device in devices}) > 1:
+        raise WorkerStartFailed(
+            f"ranks compute on devices of one kind, not on {', '.join(map(str, devices))}"
+        )
+    return devices
+
+
 def together(devices: Sequence[Device]) -> Device:
     """Join devices of one kind, for a process that uses all of them."""
     return Device(

@@ -8,6 +8,7 @@ the agent."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import TypeAlias, TypeVar, cast
 
 import grpc
@@ -23,6 +24,23 @@ Reply = TypeVar("Reply")
 Answer: TypeAlias = Callable[
     [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[None]
 ]
+
+
+def ending(
+    abort: Callable[[grpc.aio.ServicerContext[Request, Reply]], Awaitable[None]],
+) -> grpc.RpcMethodHandler[Request, Reply]:
+    """Return a handler that ends a call before its request is read.
+
+    gRPC reads a single request, however large, before it calls the handler. A stream handler reads
+    only on demand."""
+
+    async def end(
+        _requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
+    ) -> Reply:
+        await abort(context)
+        raise AssertionError("abort raises")
+
+    return cast("grpc.RpcMethodHandler[Request, Reply]", grpc.stream_unary_rpc_method_handler(end))
 
 
 class EpochInterceptor(grpc.aio.ServerInterceptor):
@@ -44,10 +62,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
         if given is not None:
             epoch = int(given)
             if epoch < self._newest:
-                return cast(  # a stream handler reads no request
-                    "grpc.RpcMethodHandler[Request, Reply]",
-                    grpc.stream_unary_rpc_method_handler(self._refusal(epoch)),
-                )
+                return ending(partial(self._refuse, epoch))
             self._newest = epoch
         handler = await continuation(handler_call_details)
         if given is None or handler is None or not handler.request_streaming:
@@ -74,19 +89,6 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
             await answer(heard(), context)
 
         return answer_while_newest
-
-    def _refusal(
-        self, epoch: int
-    ) -> Callable[
-        [AsyncIterator[Request], grpc.aio.ServicerContext[Request, Reply]], Awaitable[Reply]
-    ]:
-        async def refuse(
-            _requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
-        ) -> Reply:
-            await self._refuse(epoch, context)
-            raise AssertionError("abort raises")
-
-        return refuse
 
     async def _refuse(self, epoch: int, context: grpc.aio.ServicerContext[Request, Reply]) -> None:
         await context.abort(

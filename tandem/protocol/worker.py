@@ -29,6 +29,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from tandem import __version__
+from tandem.errors import TandemError
 from tandem.protocol.certificate import Certificate
 from tandem.settings.requests import MOST_PAYLOAD_BYTES
 from tandem.settings.workers import SamplerSettings, TrainerSettings
@@ -248,9 +249,12 @@ class WorkerReport(BaseModel):
 
     address: str = ""
     metrics_port: int = 0
-    pid: int = 0
     error_type: str = ""
     error: str = ""
+
+    @classmethod
+    def of_error(cls, error: TandemError) -> WorkerReport:
+        return cls(error_type=error.type, error=error.message)
 
 
 # --- A launcher's view of a worker --------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -17,9 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, Protocol
-
-from pydantic import BaseModel, ConfigDict
+from typing import BinaryIO
 
 from tandem.errors import UnknownSetting, WorkerStartFailed
 from tandem.protocol.background import in_background
@@ -35,27 +34,6 @@ from tandem.settings.variables import check_environment
 
 _LONGEST_REPORT = 3000
 """In characters. Kubernetes keeps 4096 bytes."""
-
-
-class LauncherLink(Protocol):
-    """A worker's connection to its launcher."""
-
-    def preload(self, imports: Callable[[], None]) -> None:
-        """Do the imports now, if there is no specification yet. Call it first."""
-        ...
-
-    def read_spec(self) -> WorkerSpec:
-        """Return the specification. Call it once, after `preload`."""
-        ...
-
-    def hold_lifeline(self) -> None:
-        """Kill the worker's process group when the launcher is gone. Call it before slow
-        imports."""
-        ...
-
-    def report(self, report: WorkerReport) -> None:
-        """Send a report. Raises `OSError` if the launcher no longer reads."""
-        ...
 
 
 def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
@@ -84,14 +62,18 @@ def launcher_link(arguments: Sequence[str] | None = None) -> LauncherLink:
     try:
         check_environment(os.environ)
     except UnknownSetting as error:
-        link.report(WorkerReport(error_type=error.type, error=error.message))
+        link.report(WorkerReport.of_error(error))
         print(error.message, file=sys.stderr)
         raise SystemExit(2) from None
     return link
 
 
 class PipeLink:
-    """The link of a child process. `stdin` defaults to standard input."""
+    """The link of a child process. `stdin` defaults to standard input.
+
+    Call `preload` first, with the imports to do now if there is no specification yet. Call
+    `read_spec` once after it, and `hold_lifeline` before slow imports: it kills the worker's
+    process group when the launcher is gone. `report` raises `OSError` if nobody reads it."""
 
     def __init__(self, *, report_fd: int, stdin: BinaryIO | None = None) -> None:
         self._report_fd = report_fd
@@ -151,7 +133,9 @@ class PooledLink(PipeLink):
 
 
 class FileLink:
-    """The link of a container. Without `report`, an error is only in the log."""
+    """The link of a container. Its methods are `PipeLink`'s.
+
+    Without `report`, an error is only in the log."""
 
     def __init__(self, *, spec: Path, report: Path | None = None) -> None:
         self._spec = spec
@@ -175,23 +159,20 @@ class FileLink:
             self._report.write_text(short.model_dump_json())
 
 
-class _Protocol(BaseModel):
-    """The part of a specification that is read first."""
-
-    model_config = ConfigDict(hide_input_in_errors=True)
-    protocol: int = PROTOCOL
+LauncherLink = PipeLink | FileLink
+"""A worker's connection to its launcher."""
 
 
 def _parse(line: bytes, link: LauncherLink) -> WorkerSpec:
     """Another protocol ends the process with a report."""
-    protocol = _Protocol.model_validate_json(line).protocol
+    protocol = json.loads(line).get("protocol", PROTOCOL)
     if protocol == PROTOCOL:
         return WorkerSpec.model_validate_json(line)
     reason = (
         f"this worker has Tandem {own_version()}, whose protocol is {PROTOCOL}, and that of its "
         f"gateway is {protocol}: the images of gateway and workers must be of one version"
     )
-    link.report(WorkerReport(error_type=WorkerStartFailed.type, error=reason))
+    link.report(WorkerReport.of_error(WorkerStartFailed(reason)))
     raise SystemExit(reason)
 
 

@@ -7,8 +7,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import TypeVar, cast
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -16,7 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
 from tandem.protocol.channels import server_credentials
-from tandem.protocol.epoch import EpochInterceptor
+from tandem.protocol.epoch import EpochInterceptor, ending
 from tandem.protocol.metrics_server import MetricsServer
 from tandem.protocol.worker import (
     GRPC_OPTIONS,
@@ -74,7 +74,6 @@ class WorkerServer:
             metrics_port=MetricsServer(registry, host=spec.host).serve_metrics(
                 port=spec.metrics_port
             ),
-            pid=os.getpid(),
         )
 
     def _hold_lifeline(self) -> None:
@@ -135,18 +134,10 @@ class SecretInterceptor(grpc.aio.ServerInterceptor):
         given = dict(handler_call_details.invocation_metadata).get(SECRET_METADATA_KEY, "")
         raw = given.encode() if isinstance(given, str) else given
         if not hmac.compare_digest(raw, self._secret):
-            # gRPC reads a single request, however large, before it calls the handler. A stream
-            # handler reads only on demand.
-            return cast(
-                "grpc.RpcMethodHandler[Request, Reply]",
-                grpc.stream_unary_rpc_method_handler(_refuse),
-            )
+            return ending(_refuse)
         self.called_at = time.monotonic()
         return await continuation(handler_call_details)
 
 
-async def _refuse(
-    _requests: AsyncIterator[Request], context: grpc.aio.ServicerContext[Request, Reply]
-) -> Reply:
+async def _refuse(context: grpc.aio.ServicerContext[Request, Reply]) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the worker's secret is missing or wrong")
-    raise AssertionError("abort raises")

@@ -7,30 +7,11 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
-
-Source = PydanticBaseSettingsSource
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
-class _NotOfEnvironment(BaseSettings):
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: Source,
-        env_settings: Source,
-        dotenv_settings: Source,
-        file_secret_settings: Source,
-    ) -> tuple[Source, ...]:
-        return (init_settings,)
-
-
-class TrainerEnvironment(BaseSettings):
-    """Settings of all trainers. Environment: `TANDEM_TRAINER_*`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
-
+class _TrainerFields(BaseModel):
     ranks: int = Field(1, ge=1, description="Processes that train one run together.")
     backend: str = Field("fsdp2", description="The default trainer backend.")
     device: Literal["auto", "cpu", "cuda"] = Field(
@@ -64,8 +45,16 @@ class TrainerEnvironment(BaseSettings):
     )
 
 
-class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
+class TrainerEnvironment(_TrainerFields, BaseSettings):
+    """Settings of all trainers. Environment: `TANDEM_TRAINER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
+
+
+class TrainerSettings(_TrainerFields):
     """Settings of one trainer. They come from the gateway, not from the environment."""
+
+    model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def of(cls, environment: TrainerEnvironment, **more: object) -> TrainerSettings:
@@ -111,11 +100,7 @@ class TrainerSettings(_NotOfEnvironment, TrainerEnvironment):
     )
 
 
-class SamplerEnvironment(BaseSettings):
-    """Settings of all samplers. Environment: `TANDEM_SAMPLER_*`."""
-
-    model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
-
+class _SamplerFields(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto",
         description="Device without declared groups (auto: GPUs if present).",
@@ -146,8 +131,16 @@ class SamplerEnvironment(BaseSettings):
     )
 
 
-class SamplerSettings(_NotOfEnvironment, SamplerEnvironment):
+class SamplerEnvironment(_SamplerFields, BaseSettings):
+    """Settings of all samplers. Environment: `TANDEM_SAMPLER_*`."""
+
+    model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
+
+
+class SamplerSettings(_SamplerFields):
     """Settings of one sampler. They come from the gateway, not from the environment."""
+
+    model_config = ConfigDict(extra="forbid")
 
     @classmethod
     def of(cls, environment: SamplerEnvironment, **more: object) -> SamplerSettings:

@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 
-from tandem.errors import InvalidRequest, WorkerStartFailed, describe
-from tandem.protocol.devices import Device, confine, parse_device
+from tandem.errors import WorkerStartFailed, describe
+from tandem.protocol.devices import Device, confine
 from tandem.protocol.worker import die_with_parent
 from tandem.protocol.worker_link import hold_lifeline
 from trainer_service.service.deaths import Death, RankReport
@@ -30,22 +30,6 @@ from trainer_service.service.libraries import import_before_forks
 _KILLED_SECONDS = 10.0
 _REPORTED_SECONDS = 60.0
 """A rank that has reported its error ends by itself after this time."""
-
-
-def devices_of_ranks(names: Sequence[str], *, ranks: int) -> list[Device]:
-    """Return the device of each rank, or none if the ranks use the whole machine. Raises
-    `WorkerStartFailed`."""
-    try:
-        devices = [parse_device(name) for name in names]
-    except InvalidRequest as error:
-        raise WorkerStartFailed(error.message) from error
-    if devices and len(devices) != ranks:
-        raise WorkerStartFailed(f"{ranks} ranks were given {len(devices)} devices, not one each")
-    if len({device.kind for device in devices}) > 1:
-        raise WorkerStartFailed(
-            f"ranks compute on devices of one kind, not on {', '.join(map(str, devices))}"
-        )
-    return devices
 
 
 @dataclass(frozen=True, kw_only=True)

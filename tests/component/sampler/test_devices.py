@@ -24,7 +24,7 @@ def test_all_threads_of_a_sampler_run_on_its_cores(model: Path):
     ("devices", "reason"),
     [
         (("cpu:9999",), "cpu:9999 cannot be used"),
-        (("cpu:0", "cpu:1"), "a sampler with ranks=1 runs on as many devices, not on 2"),
+        (("cpu:0", "cpu:1"), "1 ranks were given 2 devices, not one each"),
     ],
 )
 def test_a_sampler_does_not_start_on_cores_that_there_are_not(model: Path, devices, reason):

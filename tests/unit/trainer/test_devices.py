@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
-from tandem.protocol.devices import parse_device
+from tandem.protocol.devices import devices_of_ranks, parse_device
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
 from tandem.settings.workers import TrainerSettings
 from tests.support.local_trainer import compute, data_of
@@ -23,7 +23,6 @@ from trainer_service.compute.process_group import (
     threads_of,
 )
 from trainer_service.service.libraries import set_environment
-from trainer_service.service.rank_processes import devices_of_ranks
 
 
 def kind(device: str, ranks: int, *, gpus: int, given: str = "") -> str:
