@@ -4,31 +4,44 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tandem import __version__
 from tandem.stack import Endpoint
 
+if TYPE_CHECKING:
+    from tinker import types
 
-class WarmUp(BaseModel):
-    """Supervised training on imperfect examples, with cross_entropy."""
 
+class _Updates(BaseModel):
     model_config = ConfigDict(frozen=True)
+
+    betas: tuple[float, float]
+    clip_norm: float = 1.0
+
+    def adam(self, learning_rate: float) -> types.AdamParams:
+        from tinker import types
+
+        beta1, beta2 = self.betas
+        return types.AdamParams(
+            learning_rate=learning_rate, beta1=beta1, beta2=beta2, grad_clip_norm=self.clip_norm
+        )
+
+
+class WarmUp(_Updates):
+    """Supervised training on imperfect examples, with cross_entropy."""
 
     steps: int = 800
     batch: int = 64
     learning_rate: float = 1e-3
     final_learning_rate: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    clip_norm: float = 1.0
 
 
-class Reinforcement(BaseModel):
+class Reinforcement(_Updates):
     """Reinforcement learning. `learning_rate` is halved in the first step and decays to a tenth."""
-
-    model_config = ConfigDict(frozen=True)
 
     steps: int = 10
     samples: int = 8
@@ -40,7 +53,6 @@ class Reinforcement(BaseModel):
     final_learning_rate: float = 0.1
     first_step: float = 0.5
     betas: tuple[float, float] = (0.9, 0.99)
-    clip_norm: float = 1.0
     temperature: float = 1.0
 
 

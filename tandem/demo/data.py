@@ -24,44 +24,33 @@ class Rollout:
 
 def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> types.Datum:
     """Return a datum for cross_entropy. Label tokens have the weight `weight`, prompt tokens 0."""
-    from tinker import types
-
-    inputs, targets = _shift(prompt, label)
-    weights = np.zeros(len(targets), dtype=np.float32)
-    weights[len(prompt) - 1 :] = weight
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(inputs),
-        loss_fn_inputs={
-            "target_tokens": _tensor(np.asarray(targets, dtype=np.int64)),
-            "weights": _tensor(weights),
-        },
-    )
+    return _datum(prompt, label, weights=[weight] * len(label))
 
 
 def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
     """Return a datum for a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
-    from tinker import types
-
-    inputs, targets = _shift(rollout.prompt, rollout.tokens)
-    start = len(rollout.prompt) - 1
-    logprobs = np.zeros(len(targets), dtype=np.float32)
-    logprobs[start:] = rollout.logprobs
-    advantages = np.zeros(len(targets), dtype=np.float32)
-    advantages[start:] = advantage
-    return types.Datum(
-        model_input=types.ModelInput.from_ints(inputs),
-        loss_fn_inputs={
-            "target_tokens": _tensor(np.asarray(targets, dtype=np.int64)),
-            "logprobs": _tensor(logprobs),
-            "advantages": _tensor(advantages),
-        },
+    return _datum(
+        rollout.prompt,
+        rollout.tokens,
+        logprobs=rollout.logprobs,
+        advantages=[advantage] * len(rollout.tokens),
     )
 
 
-def _shift(prompt: list[int], completion: list[int]) -> tuple[list[int], list[int]]:
-    """Position i of the input predicts position i of the target."""
+def _datum(prompt: list[int], completion: list[int], **inputs: list[float]) -> types.Datum:
+    """Position i of the input predicts position i of the target. Prompt tokens have inputs of 0."""
+    from tinker import types
+
     sequence = prompt + completion
-    return sequence[:-1], sequence[1:]
+    before = [0.0] * (len(prompt) - 1)
+    floats = {name: np.asarray(before + values, np.float32) for name, values in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(sequence[:-1]),
+        loss_fn_inputs={
+            "target_tokens": _tensor(np.asarray(sequence[1:], dtype=np.int64)),
+            **{name: _tensor(values) for name, values in floats.items()},
+        },
+    )
 
 
 def _tensor(values: np.ndarray[tuple[int], np.dtype[np.generic]]) -> types.TensorData:

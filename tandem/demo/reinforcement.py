@@ -152,20 +152,13 @@ class Loop:
     ) -> float:
         """Train epochs of shuffled minibatches, all submitted in advance. Returns the summed
         loss."""
-        from tinker import types
-
         configuration = self._configuration
         data = [
             policy_datum(rollout, advantage=float(advantage[row, column]))
             for row, group in enumerate(groups)
             for column, rollout in enumerate(group)
         ]
-        adam = types.AdamParams(
-            learning_rate=rate,
-            beta1=configuration.betas[0],
-            beta2=configuration.betas[1],
-            grad_clip_norm=configuration.clip_norm,
-        )
+        adam = configuration.adam(rate)
         order = list(range(len(data)))
         size = -(-len(order) // configuration.minibatches)
         pending = []

@@ -9,7 +9,6 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -39,61 +38,175 @@ _WARM_UPS = "warm-ups.json"
 _PATIENCE = 120.0
 
 
-@dataclass
-class Timing:
-    """The demo's times and ranks.
-
-    `started` is on the monotonic clock. `ready` and `warm_up` are seconds."""
-
-    started: float
-    ready: float = 0.0
-    warm_up: float = 0.0
-    ranks: int = 0
-
-    def since_start(self) -> float:
-        return time.monotonic() - self.started
-
-
 def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
     """Returns the content of `summary.json`."""
-    timing = Timing(started=time.monotonic())
-    directory = RunDirectory(configuration.out)
-    directory.write_configuration(configuration.model_dump(mode="json"))
-    with _gateway(configuration, console=console) as endpoint, _service(endpoint) as service:
-        loop, reused = _prepare(service, endpoint, configuration, timing=timing, console=console)
-        results = _train(loop, endpoint, configuration, directory=directory, console=console)
-        greedy = _evaluate(loop, directory=directory, console=console)
-        saved = loop.save(configuration.save) if configuration.save else None
-    summary: dict[str, object] = {
-        "reward_first": results[0].reward_mean,
-        "reward_last": results[-1].reward_mean,
-        "greedy": greedy,
-        "saved": saved,
-        "seconds_total": round(timing.since_start(), 2),
-        "seconds_ready": round(timing.ready, 2),
-        "seconds_warm_up": round(timing.warm_up, 2),
-        "warm_up_reused": reused,
-        "seed": configuration.seed,
-        "ranks": timing.ranks,
-        "algorithm": configuration.reinforcement.algorithm,
-        "versions": versions(),
-    }
-    directory.draw_rewards(
-        [result.reward_mean for result in results],
-        title=f"One-digit addition, {configuration.reinforcement.algorithm}, "
-        f"seed {configuration.seed}",
-    )
-    directory.write_summary(summary)
-    if saved is not None:
-        console.print(f"The trained weights are kept as {saved}", soft_wrap=True, markup=False)
-    console.print(
-        f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
-        f"greedy {greedy:.2f}, in {timing.since_start():.0f} s "
-        f"(stack ready after {timing.ready:.0f} s). Everything that it started is stopped.\n"
-        f"Chart, metrics and configuration: [bold]{escape(str(configuration.out))}[/]",
-        soft_wrap=True,
-    )
-    return summary
+    return _Demo(configuration, console).run()
+
+
+class _Demo:
+    """One demo. `_ready` and `_warmed_up` are seconds, `_started` is on the monotonic clock."""
+
+    _endpoint: Endpoint
+    _service: tinker.ServiceClient
+
+    def __init__(self, configuration: DemoConfiguration, console: Console) -> None:
+        self._configuration = configuration
+        self._console = console
+        self._started = time.monotonic()
+        self._ready = self._warmed_up = 0.0
+        self._ranks = 0
+        self._directory = RunDirectory(configuration.out)
+        self._directory.write_configuration(configuration.model_dump(mode="json"))
+
+    def run(self) -> dict[str, object]:
+        configuration, console = self._configuration, self._console
+        with (
+            _gateway(configuration, console=console) as self._endpoint,
+            _service(self._endpoint) as self._service,
+        ):
+            loop, reused = self._prepare()
+            results = self._train(loop)
+            greedy = self._evaluate(loop)
+            saved = loop.save(configuration.save) if configuration.save else None
+        total = time.monotonic() - self._started
+        algorithm, seed = configuration.reinforcement.algorithm, configuration.seed
+        summary: dict[str, object] = {
+            "reward_first": results[0].reward_mean,
+            "reward_last": results[-1].reward_mean,
+            "greedy": greedy,
+            "saved": saved,
+            "seconds_total": round(total, 2),
+            "seconds_ready": round(self._ready, 2),
+            "seconds_warm_up": round(self._warmed_up, 2),
+            "warm_up_reused": reused,
+            "seed": seed,
+            "ranks": self._ranks,
+            "algorithm": algorithm,
+            "versions": versions(),
+        }
+        self._directory.draw_rewards(
+            [result.reward_mean for result in results],
+            title=f"One-digit addition, {algorithm}, seed {seed}",
+        )
+        self._directory.write_summary(summary)
+        if saved is not None:
+            self._say(f"The trained weights are kept as {saved}")
+        console.print(
+            f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
+            f"greedy {greedy:.2f}, in {total:.0f} s (stack ready after {self._ready:.0f} s). "
+            f"Everything that it started is stopped.\nChart, metrics and configuration: "
+            f"[bold]{escape(str(configuration.out))}[/]",
+            soft_wrap=True,
+        )
+        return summary
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
+
+    def _prepare(self) -> tuple[Loop, bool]:
+        """Return a loop that starts from the warm-up, and whether that existed already.
+
+        Reinforcement always starts from the checkpoint, even a new one, so that all demos compute
+        the same."""
+        client = self._resume()
+        reused = client is not None
+        if client is None:
+            path = self._warm_up()
+            client = self._service.create_training_client_from_state(path).result()
+            _remember(self._configuration, path)
+        else:
+            self._say("Warm-up found: the policy of an earlier demo is used.")
+            self._note_ready(client)
+        loop = Loop(
+            client=client,
+            tokenizer=_tokenizer(client, self._configuration),
+            seed=self._configuration.seed,
+            configuration=self._configuration.reinforcement,
+        )
+        return loop, reused
+
+    def _resume(self) -> tinker.TrainingClient | None:
+        """Return a run that continues the warm-up's checkpoint, or None without a usable one."""
+        from tinker import APIStatusError, RequestFailedError
+
+        path = _known(self._configuration).get(self._configuration.warm_up_name)
+        if path is None:
+            return None
+        try:
+            return self._service.create_training_client_from_state(path).result()
+        except (APIStatusError, RequestFailedError) as error:
+            self._say(
+                f"The warm-up of an earlier demo is not usable, so a new one is made: {error}"
+            )
+            return None
+
+    def _warm_up(self) -> str:
+        """Returns its tinker:// path."""
+        configuration = self._configuration
+        model = f"{configuration.model_name}:full"
+        client = self._service.create_lora_training_client(model).result()
+        self._note_ready(client)
+        tokenizer = _tokenizer(client, configuration)
+        started = time.monotonic()
+        with WarmUpProgress(console=self._console, steps=configuration.warm_up.steps) as progress:
+            warm_up(
+                client,
+                tokenizer,
+                eos=tokenizer.convert_tokens_to_ids(EOS),
+                seed=configuration.seed,
+                configuration=configuration.warm_up,
+                progress=progress.update,
+            )
+        path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
+        self._warmed_up = time.monotonic() - started
+        self._say(f"Warm-up took {self._warmed_up:.0f} s and is kept as {path}")
+        return path
+
+    def _note_ready(self, run: tinker.TrainingClient) -> None:
+        wait_ready(self._endpoint)
+        self._ready = time.monotonic() - self._started
+        with self._endpoint.client() as client:
+            ranks = {str(each["id"]): int(each["ranks"]) for each in _status(client)["runs"]}
+        self._ranks = ranks.get(run.model_id, 0)  # as the gateway reports it
+        plural = "" if self._ranks == 1 else "s"
+        self._console.print(
+            f"The trainer is ready after {self._ready:.1f} s, with {self._ranks} rank{plural}."
+        )
+
+    def _train(self, loop: Loop) -> list[StepResult]:
+        job = self._configuration.reinforcement
+        title = (
+            f"Reinforcement learning: {job.algorithm} advantages, {job.loss}, "
+            f"{job.minibatches * job.epochs} updates a step"
+        )
+        results = []
+        with (
+            LiveTable(console=self._console, title=title) as table,
+            self._endpoint.client() as client,
+        ):
+            sampled_from = newest_version(_status(client))
+            for result in loop.steps():
+                table.add_step(result)
+                self._directory.add_step(
+                    result, algorithm=job.algorithm, weight_version=sampled_from
+                )
+                results.append(result)
+                sampled_from = newest_version(_status(client))
+        return results
+
+    def _evaluate(self, loop: Loop) -> float:
+        """Answer all problems greedily and store the answers. Returns the share of right ones."""
+        answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
+        prompts = [loop.text(rollout.prompt) for rollout in answers]
+        self._directory.write_answers(
+            [
+                {"prompt": prompt, "answer": rollout.text, "reward": rollout.reward}
+                for prompt, rollout in zip(prompts, answers, strict=True)
+            ]
+        )
+        shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
+        self._say(f"Greedy answers of the trained policy: {', '.join(shown)}")
+        return sum(rollout.reward for rollout in answers) / len(answers)
 
 
 @contextmanager
@@ -129,62 +242,6 @@ def _service(endpoint: Endpoint) -> Iterator[tinker.ServiceClient]:
         yield service
 
 
-def _prepare(
-    service: tinker.ServiceClient,
-    endpoint: Endpoint,
-    configuration: DemoConfiguration,
-    *,
-    timing: Timing,
-    console: Console,
-) -> tuple[Loop, bool]:
-    """Return a loop that starts from the warm-up, and whether that existed already.
-
-    Reinforcement always starts from the checkpoint, even a new one, so that all demos compute the
-    same."""
-    client = _resume(service, configuration, console=console)
-    reused = client is not None
-    if client is None:
-        path = _warm_up(service, endpoint, configuration, timing=timing, console=console)
-        client = service.create_training_client_from_state(path).result()
-        _remember(configuration, path)
-    else:
-        console.print("Warm-up found: the policy of an earlier demo is used.")
-        _note_ready(endpoint, client, timing=timing, console=console)
-    loop = Loop(
-        client=client,
-        tokenizer=_tokenizer(client, configuration),
-        seed=configuration.seed,
-        configuration=configuration.reinforcement,
-    )
-    return loop, reused
-
-
-def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
-    """Raises `WorkerStartFailed` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
-    with endpoint.client() as client:
-        while time.monotonic() < deadline:
-            workers = _status(client)["workers"]
-            if workers and all(worker["state"] == "ready" for worker in workers):
-                return
-            time.sleep(0.1)
-    raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
-
-
-def _note_ready(
-    endpoint: Endpoint, run: tinker.TrainingClient, *, timing: Timing, console: Console
-) -> None:
-    wait_ready(endpoint)
-    timing.ready = timing.since_start()
-    with endpoint.client() as client:
-        ranks = {str(each["id"]): int(each["ranks"]) for each in _status(client)["runs"]}
-    timing.ranks = ranks.get(run.model_id, 0)  # as the gateway reports it
-    plural = "" if timing.ranks == 1 else "s"
-    console.print(
-        f"The trainer is ready after {timing.ready:.1f} s, with {timing.ranks} rank{plural}."
-    )
-
-
 def _tokenizer(
     client: tinker.TrainingClient, configuration: DemoConfiguration
 ) -> PreTrainedTokenizerBase:
@@ -195,56 +252,6 @@ def _tokenizer(
 
     write_layout(configuration.model_path, TinyShape())
     return AutoTokenizer.from_pretrained(configuration.model_path)
-
-
-def _resume(
-    service: tinker.ServiceClient, configuration: DemoConfiguration, *, console: Console
-) -> tinker.TrainingClient | None:
-    """Return a run that continues the warm-up's checkpoint, or None without a usable one."""
-    from tinker import APIStatusError, RequestFailedError
-
-    path = _known(configuration).get(configuration.warm_up_name)
-    if path is None:
-        return None
-    try:
-        return service.create_training_client_from_state(path).result()
-    except (APIStatusError, RequestFailedError) as error:
-        console.print(
-            f"The warm-up of an earlier demo is not usable, so a new one is made: {error}",
-            soft_wrap=True,
-            markup=False,
-        )
-        return None
-
-
-def _warm_up(
-    service: tinker.ServiceClient,
-    endpoint: Endpoint,
-    configuration: DemoConfiguration,
-    *,
-    timing: Timing,
-    console: Console,
-) -> str:
-    """Returns its tinker:// path."""
-    client = service.create_lora_training_client(f"{configuration.model_name}:full").result()
-    _note_ready(endpoint, client, timing=timing, console=console)
-    tokenizer = _tokenizer(client, configuration)
-    started = time.monotonic()
-    with WarmUpProgress(console=console, steps=configuration.warm_up.steps) as progress:
-        warm_up(
-            client,
-            tokenizer,
-            eos=tokenizer.convert_tokens_to_ids(EOS),
-            seed=configuration.seed,
-            configuration=configuration.warm_up,
-            progress=progress.update,
-        )
-    path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
-    timing.warm_up = time.monotonic() - started
-    console.print(
-        f"Warm-up took {timing.warm_up:.0f} s and is kept as {path}", soft_wrap=True, markup=False
-    )
-    return path
 
 
 def _known(configuration: DemoConfiguration) -> dict[str, str]:
@@ -263,28 +270,16 @@ def _remember(configuration: DemoConfiguration, path: str) -> None:
     partial.rename(file)  # an interrupted demo leaves the old list
 
 
-def _train(
-    loop: Loop,
-    endpoint: Endpoint,
-    configuration: DemoConfiguration,
-    *,
-    directory: RunDirectory,
-    console: Console,
-) -> list[StepResult]:
-    job = configuration.reinforcement
-    title = (
-        f"Reinforcement learning: {job.algorithm} advantages, {job.loss}, "
-        f"{job.minibatches * job.epochs} updates a step"
-    )
-    results = []
-    with LiveTable(console=console, title=title) as table, endpoint.client() as client:
-        sampled_from = newest_version(_status(client))
-        for result in loop.steps():
-            table.add_step(result)
-            directory.add_step(result, algorithm=job.algorithm, weight_version=sampled_from)
-            results.append(result)
-            sampled_from = newest_version(_status(client))
-    return results
+def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
+    """Raises `WorkerStartFailed` after `timeout` seconds."""
+    deadline = time.monotonic() + timeout
+    with endpoint.client() as client:
+        while time.monotonic() < deadline:
+            workers = _status(client)["workers"]
+            if workers and all(worker["state"] == "ready" for worker in workers):
+                return
+            time.sleep(0.1)
+    raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
 
 
 def _status(client: httpx.Client) -> Status:
@@ -304,23 +299,6 @@ def _status(client: httpx.Client) -> Status:
 def newest_version(status: Status) -> str:
     versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
     return versions_[-1] if versions_ else ""
-
-
-def _evaluate(loop: Loop, *, directory: RunDirectory, console: Console) -> float:
-    """Answer all problems greedily and store the answers. Returns the share of right ones."""
-    answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
-    prompts = [loop.text(rollout.prompt) for rollout in answers]
-    directory.write_answers(
-        [
-            {"prompt": prompt, "answer": rollout.text, "reward": rollout.reward}
-            for prompt, rollout in zip(prompts, answers, strict=True)
-        ]
-    )
-    shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
-    console.print(
-        f"Greedy answers of the trained policy: {', '.join(shown)}", soft_wrap=True, markup=False
-    )
-    return sum(rollout.reward for rollout in answers) / len(answers)
 
 
 def versions() -> dict[str, str]:

@@ -29,8 +29,6 @@ def warm_up(
     progress: Callable[[int, float], None],
 ) -> None:
     """`progress` gets each step and its mean loss."""
-    from tinker import types
-
     rng = random.Random(seed)
     problems = all_problems()
     prompts = {problem: tokenizer.encode(problem.prompt) for problem in problems}
@@ -56,12 +54,7 @@ def warm_up(
             peak=configuration.learning_rate,
             final=configuration.final_learning_rate,
         )
-        adam = types.AdamParams(
-            learning_rate=rate,
-            beta1=configuration.betas[0],
-            beta2=configuration.betas[1],
-            grad_clip_norm=configuration.clip_norm,
-        )
+        adam = configuration.adam(rate)
         pending.append(
             (step, client.forward_backward(data, "cross_entropy"), client.optim_step(adam))
         )
