@@ -43,7 +43,7 @@ class Housekeeping:
         gateway = self._gateway
         rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
-        models = self._repeat(gateway.models.find, interval=_MODELS_INTERVAL)
+        models = self._repeat(gateway.models.discover_models, interval=_MODELS_INTERVAL)
         tasks = [
             asyncio.create_task(rounds, name="housekeeping"),
             asyncio.create_task(removals, name="retention"),

@@ -73,9 +73,9 @@ class BaseModels:
         for row in await self._database.read(select(models).order_by(models.c.name)):
             path = str(self._data_dir / row["path"])
             self._entries[row["name"]] = from_row(BaseModelEntry, row, path=path)
-        await self.find()
+        await self.discover_models()
 
-    async def find(self) -> None:
+    async def discover_models(self) -> None:
         """Add new models of the models directory. A missing folder removes none, as a shared
         filesystem may be away."""
         for name, folder in (await asyncio.to_thread(models_in, self._models_dir)).items():

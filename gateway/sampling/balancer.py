@@ -57,7 +57,7 @@ class Work:
     beginnings: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, request: sampler_pb2.SampleRequest, *, beginnings: bool) -> Work:
+    def of_request(cls, request: sampler_pb2.SampleRequest, *, beginnings: bool) -> Work:
         """Without `beginnings`, skip the prefix hashes, which matter only for several engines."""
         params, prompt = request.params, request.prompt_tokens
         samples = request.num_samples if params.temperature > 0 else 1

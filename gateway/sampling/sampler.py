@@ -200,7 +200,7 @@ class Sampler:
 
     async def _draw(self, sample: SampleCall) -> Result:
         request = sample.request
-        work = Work.of(request, beginnings=len(self.engines) > 1)
+        work = Work.of_request(request, beginnings=len(self.engines) > 1)
         engine = await self._assigned(work)  # start-up time is not billed
         tell = sample.tell_and_note if sample.tell is not None else None
         drawing = _Call(

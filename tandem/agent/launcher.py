@@ -302,7 +302,7 @@ class ProcessLauncher:
 
     def _note_end(self, worker: WorkerProcess) -> None:
         self._forget(worker)
-        self.groups.remove(worker.pid)
+        self.groups.remove_group(worker.pid)
         if worker.scratch is not None:
             removal = asyncio.to_thread(self.scratches.remove, worker.scratch)
             removing = asyncio.create_task(removal)

@@ -62,7 +62,7 @@ class ProcessGroups:
         self._write(number, f"{pgid} {process_start(pgid)}")
         self._lines[number] = pgid
 
-    def remove(self, pgid: int) -> None:
+    def remove_group(self, pgid: int) -> None:
         number = self._lines.index(pgid)
         self._lines[number] = 0
         self._write(number, "")

@@ -86,7 +86,7 @@ class HostedRuns:
                 raise OutOfMemory(reason.decode())
         self._runs[request.run_id] = self._operations(made)
 
-    def remove(self, run_id: str) -> None:
+    def remove_run(self, run_id: str) -> None:
         """Free a run's memory, if there is such a run."""
         if (removed := self._runs.pop(run_id, None)) is None:
             return

@@ -99,7 +99,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             if (sequence := self._sequences.pop(request.run_id, None)) is not None:
                 await sequence.close()
             # The engine thread has finished the run's operations before this job.
-            job = self._engine.submit(lambda runs: runs.remove(request.run_id))
+            job = self._engine.submit(lambda runs: runs.remove_run(request.run_id))
             await self._or_broken(asyncio.wrap_future(job), context)
             self._metrics.runs.set(len(self._sequences))
         self._log.info("run_removed", run_id=request.run_id)

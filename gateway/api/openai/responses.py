@@ -39,7 +39,7 @@ class NewTokens:
     finish: FinishReason | None = None
 
     @staticmethod
-    def of(
+    def of_sample(
         sample: tinker_pb2.SampledSequence | sampler_pb2.SampleDelta,
         topk: tinker_pb2.TopkLogprobs,
         *,
@@ -101,7 +101,7 @@ class Choice:
             silent=frozenset() if keep_stop else frozenset(params.stop_token_ids),
         )
 
-    def write(
+    def write_tokens(
         self,
         tokens: NewTokens,
         stage: Stage,
@@ -269,7 +269,9 @@ class ResponseBuilder:
             self.count(sample)
         sequences = ((sequence, sample) for sample in samples for sequence in sample.sequences)
         written = [
-            choice.write(NewTokens.of(one, one.topk_sampled_logprobs), "whole", sample)
+            choice.write_tokens(
+                NewTokens.of_sample(one, one.topk_sampled_logprobs), "whole", sample
+            )
             for choice, (one, sample) in zip(self._choices, sequences, strict=True)
         ]
         content = {**self._heading, "choices": written, "usage": self._usage()}
@@ -284,14 +286,14 @@ class ResponseBuilder:
     def opening(self) -> list[Json]:
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):
             return []
-        return [self._chunk(one.write(NewTokens(), "opening")) for one in self._choices]
+        return [self._chunk(one.write_tokens(NewTokens(), "opening")) for one in self._choices]
 
     def parts(self, delta: sampler_pb2.SampleDelta, *, prompt: int) -> list[Json]:
         """Return the parts for new tokens of a sample of this prompt, if there is anything
         to show."""
         choice = self._choices[prompt * self._n + delta.index]
-        tokens = NewTokens.of(delta, delta.topk, finished=delta.finished)
-        part = choice.write(tokens, "part")
+        tokens = NewTokens.of_sample(delta, delta.topk, finished=delta.finished)
+        part = choice.write_tokens(tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
         if choice.new_text or choice.finish or (shows_tokens and choice.shown):
             return [self._chunk(part)]

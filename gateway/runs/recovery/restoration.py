@@ -202,7 +202,7 @@ class Restoration:
         for snapshot in log.snapshots:
             if snapshot.folder in self._unusable:
                 log.lose(snapshot)
-                await self._tools.snapshots.remove(self._run, snapshot)
+                await self._tools.snapshots.remove_snapshot(self._run, snapshot)
         self._unusable.clear()
 
 

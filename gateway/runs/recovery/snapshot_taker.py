@@ -98,7 +98,7 @@ class SnapshotTaker:
             if run.snapshot_asked == folder:
                 run.snapshot_asked = ""
             for each in useless:
-                await self._snapshots.remove(run, each)
+                await self._snapshots.remove_snapshot(run, each)
 
     async def note_saved(self, saved: Snapshot) -> None:
         """Use a client's checkpoint at a step as a snapshot."""
@@ -113,7 +113,7 @@ class SnapshotTaker:
         run.no_snapshot = ""
         self._snapshots.record_snapshot(run, snapshot)
         for each in log.add_snapshot(snapshot):
-            await self._snapshots.remove(run, each)
+            await self._snapshots.remove_snapshot(run, each)
 
     def trainer_lost(self) -> None:
         if self._run.snapshot_asked:
@@ -126,7 +126,7 @@ class SnapshotTaker:
 
     async def remove_left(self) -> None:
         for folder in self._left_behind:
-            await self._snapshots.remove(self._run, Snapshot(folder=folder))
+            await self._snapshots.remove_snapshot(self._run, Snapshot(folder=folder))
         self._left_behind.clear()
 
     async def close(self) -> None:

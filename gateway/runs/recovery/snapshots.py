@@ -92,7 +92,7 @@ class SnapshotStore:
         row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
         self._database.write_soon(insert(snapshots), row)
 
-    async def remove(self, run: Run, snapshot: Snapshot) -> None:
+    async def remove_snapshot(self, run: Run, snapshot: Snapshot) -> None:
         if not self._forget(run, snapshot.folder):
             await asyncio.to_thread(_remove, Path(snapshot.folder))
 

@@ -45,7 +45,7 @@ def work(prompt=(), *, version: str = "v1", samples: int = 1, tokens: int = 100)
         num_samples=samples,
         params=sampler_pb2.SamplingParams(max_tokens=tokens, temperature=1.0),
     )
-    return Work.of(request, beginnings=True)
+    return Work.of_request(request, beginnings=True)
 
 
 PROMPT = tuple(range(1000, 1100))

@@ -53,7 +53,7 @@ async def test_what_has_a_record_is_found_and_nothing_else(database, place):
     (place / ".locks").mkdir()
     found = {name: str(downloaded(place, name)) for name in ("org/a", "org/a/variant", "plain")}
     downloaded(place, "org/.hidden")
-    await models.find()
+    await models.discover_models()
     assert paths(models) == found
     assert models.get("org/a").max_length == 64
     assert paths(await opened(database, place)) == found
@@ -63,7 +63,7 @@ async def test_a_model_that_is_removed_keeps_its_files_and_stays_removed(databas
     folder = downloaded(place, "org/a")
     models = await opened(database, place)
     await models.remove("org/a")
-    await models.find()
+    await models.discover_models()
     assert paths(models) == paths(await opened(database, place)) == {}
     assert (folder / "config.json").exists()
     downloaded(place, "org/a")
@@ -78,7 +78,7 @@ async def test_a_registered_name_stays_where_it_was_registered(database, place, 
     elsewhere = str(make_model(tmp_path / "elsewhere"))
     await models.add(name="org/a", path=elsewhere)
     folder = downloaded(place, "org/a")
-    await models.find()
+    await models.discover_models()
     assert paths(models) == {"org/a": elsewhere}
     await models.add(name="org/a", path=str(folder))
     assert paths(models) == paths(await opened(database, place)) == {"org/a": str(folder)}
@@ -88,7 +88,7 @@ async def test_a_filesystem_that_is_away_takes_no_model_along(database, place):
     downloaded(place, "org/a")
     models = await opened(database, place)
     shutil.rmtree(place)
-    await models.find()
+    await models.discover_models()
     assert models.get("org/a")
     await models.remove("org/a")
     with pytest.raises(UnknownModel):
@@ -99,11 +99,11 @@ async def test_what_is_no_model_is_logged_once(database, place):
     (downloaded(place, "org/a") / "config.json").write_text("{}")
     with capture_logs() as lines:
         models = await opened(database, place)
-        await models.find()
+        await models.discover_models()
     assert [(line["event"], line["model"]) for line in lines] == [("model_unfit", "org/a")]
     assert paths(models) == {}
     make_model(place / "org/a")
-    await models.find()
+    await models.discover_models()
     assert list(paths(models)) == ["org/a"]
 
 
@@ -138,7 +138,7 @@ async def test_a_record_that_cannot_be_removed_is_said_to_be_so(database, place)
 async def test_a_sequence_is_as_long_as_the_model_and_its_engine_allow(database, place):
     models = await opened(database, place)
     downloaded(place, "org/a")
-    await models.find()
+    await models.discover_models()
     entry = models.get("org/a")
     assert models.context_length(entry) == entry.max_length == 64
     models.note_longest("org/a", 48)

@@ -53,7 +53,7 @@ def written(tokenizer, rows, **fields):
         alternatives=[sorted(row, key=lambda cell: -cell[1]) for row in rows],
         finish="length",
     )
-    return choice_of(tokenizer, **fields).write(tokens, "whole")["logprobs"]
+    return choice_of(tokenizer, **fields).write_tokens(tokens, "whole")["logprobs"]
 
 
 # --- Names -----------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_offsets_are_places_in_the_text_however_it_is_streamed(tokenizers, text,
     for number, part in enumerate(parts):
         finish = "stop" if number == len(parts) - 1 else None
         tokens = NewTokens(part, [-1.0] * len(part), [()] * len(part), finish)
-        content = choice.write(tokens, "part")
+        content = choice.write_tokens(tokens, "part")
         told += content["text"]
         shown += content["logprobs"]["text_offset"]
         assert all(offset <= len(told) for offset in content["logprobs"]["text_offset"])
@@ -185,7 +185,7 @@ def test_a_whole_token_is_found_at_its_offset_also_among_noise(tokenizers, kind,
     choice, text, names, offsets = choice_of(tokenizer), "", [], []
     for number, part in enumerate(parts):
         finish = "stop" if number == len(parts) - 1 else None
-        content = choice.write(
+        content = choice.write_tokens(
             NewTokens(part, [-1.0] * len(part), [()] * len(part), finish), "part"
         )
         text += content["text"]

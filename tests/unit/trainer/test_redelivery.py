@@ -82,7 +82,7 @@ class Runs:
         self.by_id.setdefault(request.run_id, Operations())
         return trainer_pb2.AddRunReply()
 
-    def remove(self, run_id: str) -> None:
+    def remove_run(self, run_id: str) -> None:
         self.by_id.pop(run_id, None)
 
 

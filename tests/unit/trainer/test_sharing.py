@@ -163,7 +163,7 @@ def test_a_run_may_come_and_go_while_others_train(model):
     go_on(2)
     step(shared.take_turn("b"))
     go_on(3)
-    shared.remove("b")
+    shared.remove_run("b")
     go_on(2)
     add(shared, "b")
     assert_same_weights(
@@ -178,8 +178,8 @@ def test_the_first_run_may_go_before_the_others(model):
     mine, own = experiment(lambda: shared.take_turn("b"), seed=1), experiment(lambda: alone, seed=1)
     assert next(mine) == next(own)
     forward_backward(shared.take_turn("a"), data_of(3))
-    shared.remove("a")
-    shared.remove("a")
+    shared.remove_run("a")
+    shared.remove_run("a")
     assert list(mine) == list(own)
     assert list(shared.describe_run("b").run_ids) == ["b"]
 
@@ -200,7 +200,7 @@ def test_all_runs_sleep_at_once_also_one_that_is_removed_meanwhile(model, gone):
     assert reply.device_bytes == 0 and not reply.HasField("failure")
     assert shared.describe_run("a").asleep and shared.describe_run("b").asleep
     if gone:
-        shared.remove("b")
+        shared.remove_run("b")
     reply = shared.switching.wake()
     assert reply.host_bytes == 0 and not reply.HasField("failure")
     assert next(mine) == next(own)
@@ -404,5 +404,5 @@ def test_a_further_run_needs_memory_for_its_adapter_alone_and_gives_it_back(mode
     assert held_bytes() - before == 8 * trained  # gradients
     step(shared.take_turn("b"))  # moments, momentum, and a few counters
     assert held_bytes() - before <= 12 * trained + 1000
-    shared.remove("b")
+    shared.remove_run("b")
     assert held_bytes() == before

@@ -212,7 +212,7 @@ class KubernetesLauncher:
         for worker_id, spec in specs.items():
             if worker_id in reconciler.workers:
                 continue
-            if _all_run(reconciler.pods.of(worker_id), nodes=self._maker.nodes_of(spec)):
+            if _all_run(reconciler.pods.objects_of(worker_id), nodes=self._maker.nodes_of(spec)):
                 reconciler.adopt(spec)
         await self._supersede()
         reconciler.sweeps = True

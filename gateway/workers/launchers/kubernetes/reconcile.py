@@ -126,7 +126,7 @@ class Reconciler:
         return worker
 
     def adopt(self, spec: WorkerSpec) -> PodWorker:
-        pods = sorted(self.pods.of(spec.worker_id), key=lambda each: each.name)
+        pods = sorted(self.pods.objects_of(spec.worker_id), key=lambda each: each.name)
         claims = tuple(claim for pod in pods for claim in pod.claims)
         worker = self._new_worker(spec, None, pods=tuple(p.name for p in pods), claims=claims)
         self._compare(worker)
@@ -290,7 +290,7 @@ class Reconciler:
     # --- One wanted worker --------------------------------------------------------------------
 
     def _compare(self, worker: PodWorker) -> None:
-        pods = {pod.name: pod for pod in self.pods.of(worker.worker_id)}
+        pods = {pod.name: pod for pod in self.pods.objects_of(worker.worker_id)}
         if worker.objects is not None:
             for pod in [each for each in pods.values() if each.epoch != self._epoch]:
                 self._removal.delete_pod(

@@ -84,7 +84,7 @@ class Removal:
         self._deleted_since = dict.fromkeys(self._deleted_since, now)
 
     def why_left(self, worker_id: str) -> str:
-        pods = self._pods.of(worker_id)
+        pods = self._pods.objects_of(worker_id)
         why = next((why_lost(pod) for pod in pods if node_is_lost(pod)), "")
         if not why:
             silent = (pod.spec.node_name for pod in pods if pod.deleted and runs(pod))
@@ -97,10 +97,10 @@ class Removal:
         ending = self.endings.get(worker_id)
         grace = ending.grace if ending is not None else KILL_GRACE
         certain = self._steps.is_certain(worker_id)
-        pods = self._pods.of(worker_id)
+        pods = self._pods.objects_of(worker_id)
         for pod in pods:
             self.delete_pod(pod, grace)
-        others = [(view, each) for view in self._others for each in view.of(worker_id)]
+        others = [(view, each) for view in self._others for each in view.objects_of(worker_id)]
         if certain and not pods:
             for view, each in others:
                 self._steps.delete(view, each, worker=worker_id)

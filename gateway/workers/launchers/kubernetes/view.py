@@ -66,7 +66,7 @@ class View(Generic[Kind]):
         self._list_at = 0.0
         self._log = get_log(resource=resource.plural)
 
-    def of(self, worker_id: str) -> list[Kind]:
+    def objects_of(self, worker_id: str) -> list[Kind]:
         return list(self._indexed.get(worker_id, {}).values())
 
     def note_made(self, made: Object) -> None:
