@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
 from tandem.settings.chosen_names import is_run_id, model_name_fault, name_fault
+from tandem.weights.store import version_path
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 KINDS: tuple[CheckpointKind, ...] = get_args(CheckpointKind)
@@ -142,5 +143,4 @@ def new_state_folder(*, run_id: str, name: str, suffix: str = "") -> str:
 def relative_version_folder(name: str) -> str:
     """Return a weight version's folder, relative to the data directory:
     `weights/s-ab12_train_0/v000003-9f2c41d0`."""
-    run_id, _, leaf = name.rpartition("/")
-    return f"weights/{run_folder_name(run_id)}/{leaf}"
+    return str(version_path(Path(), name))

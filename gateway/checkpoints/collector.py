@@ -29,6 +29,7 @@ from sqlalchemy import delete, literal, select, union_all, update
 
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import relative_version_folder, run_folder_name
+from gateway.storage.data_directory import relative_path
 from gateway.storage.database import Database
 from gateway.storage.tables import (
     checkpoints,
@@ -153,11 +154,9 @@ class GarbageCollector:
     def _list_folders_of_runs(self) -> list[str]:
         found = [*(self.data_dir / "snapshots").glob("*")]
         found += (self.private_dir / "operations").glob("*")
-        return [self._shown(path) for path in sorted(found) if _is_own_folder(path)]
-
-    def _shown(self, path: Path) -> str:
-        inside = path.is_relative_to(self.data_dir)
-        return str(path.relative_to(self.data_dir) if inside else path)
+        return [
+            relative_path(path, self.data_dir) for path in sorted(found) if _is_own_folder(path)
+        ]
 
     def _list_folders(self, run_id: str | None, partials: bool) -> list[str]:
         found: list[Path] = []

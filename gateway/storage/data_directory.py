@@ -18,9 +18,8 @@ from tandem.weights.store import fsync_path, make_folder
 def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[None]:
     """Lock the directory, created if needed, for the block. Gateways of which one leads
     use a `shared` lock. Raise `InvalidRequest` if it is locked or unusable."""
+    _make_private(data_dir)
     try:
-        with suppress(FileExistsError):
-            make_folder(data_dir, mode=0o700)
         fd = os.open(data_dir / "gateway.lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise unusable_directory(data_dir, error) from error
@@ -39,12 +38,16 @@ def locked_data_directory(data_dir: Path, *, shared: bool = False) -> Iterator[N
 
 def private_directory(settings: GatewaySettings) -> Path:
     """Return the folder that workers must not read, created if needed. Raises `InvalidRequest`."""
+    _make_private(settings.private)
+    return settings.private
+
+
+def _make_private(folder: Path) -> None:
     try:
         with suppress(FileExistsError):
-            make_folder(settings.private, mode=0o700)
+            make_folder(folder, mode=0o700)
     except OSError as error:
-        raise unusable_directory(settings.private, error) from error
-    return settings.private
+        raise unusable_directory(folder, error) from error
 
 
 def relative_path(path: Path, data_dir: Path) -> str:

@@ -234,7 +234,7 @@ class Database:
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
         """Return a statement that inserts a row or adds its counters to the existing row."""
-        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
+        insert = self._insert(table)
         return insert.on_conflict_do_update(
             index_elements=list(table.primary_key),
             set_={name: table.c[name] + insert.excluded[name] for name in counters},
@@ -242,16 +242,18 @@ class Database:
 
     def insert_or_replace(self, table: Table) -> Executable:
         """Return a statement that inserts a row, or replaces the row with its primary key."""
-        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
+        insert = self._insert(table)
         others = (column.name for column in table.columns if not column.primary_key)
         return insert.on_conflict_do_update(
-            index_elements=list(table.primary_key.columns),
+            index_elements=list(table.primary_key),
             set_={name: insert.excluded[name] for name in others},
         )
 
     def insert_once(self, table: Table) -> Insert:
-        insert = sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
-        return insert.on_conflict_do_nothing()
+        return self._insert(table).on_conflict_do_nothing()
+
+    def _insert(self, table: Table) -> sqlite.Insert | postgresql.Insert:
+        return sqlite.insert(table) if self._is_sqlite else postgresql.insert(table)
 
     async def _read(self, query: Callable[[Connection], Result]) -> Result:
         def with_connection() -> Result:

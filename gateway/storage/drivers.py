@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import sqlite3
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from sqlalchemy import Engine, create_engine, event, make_url
@@ -51,33 +52,25 @@ def make_engine(url: str) -> Engine:
         given = make_url(url)
     except ArgumentError as error:
         raise InvalidRequest(f"TANDEM_DATABASE_URL is not a URL; {wanted}") from error
+    connect = partial(create_engine, json_serializer=_to_json, hide_parameters=True)
     match given.get_backend_name():
         case "sqlite":
-            engine = create_engine(given, json_serializer=_to_json, hide_parameters=True)
+            engine = connect(given)
             event.listen(engine, "connect", _prepare_sqlite)
-            return engine
         case "postgresql" | "postgres":
-            given = given.set(drivername="postgresql+psycopg")
-            given = given.update_query_dict(
-                {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
-            )
+            options = {"options": f"{given.query.get('options', '')} {_TIMEOUTS}"}
+            given = given.set(drivername="postgresql+psycopg").update_query_dict(options)
             try:
-                engine = create_engine(
-                    given,
-                    connect_args=_POSTGRESQL,
-                    pool_pre_ping=True,
-                    json_serializer=_to_json,
-                    hide_parameters=True,
-                )
-                event.listen(engine, "connect", _check_postgresql, insert=True)
-                return engine
+                engine = connect(given, connect_args=_POSTGRESQL, pool_pre_ping=True)
             except ModuleNotFoundError as error:
                 raise InvalidRequest(
                     "TANDEM_DATABASE_URL names PostgreSQL, whose driver is not installed; "
                     "install it with `pip install 'tandem[postgres]'`"
                 ) from error
+            event.listen(engine, "connect", _check_postgresql, insert=True)
         case other:
             raise InvalidRequest(f"TANDEM_DATABASE_URL names a database {other!r}; {wanted}")
+    return engine
 
 
 def _check_postgresql(connection: DBAPIConnection, _record: object) -> None:

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, out, say
-from tandem.cli.tables import Column, byte_size, show_table
+from tandem.cli.tables import Column, byte_size, duration, show_table
 
 app = new_commands("Device groups: list them, drain one.")
 
@@ -172,7 +172,7 @@ def _group_row(group: Row) -> list[object]:
         states.count("waiting"),
         f"{group['placed']}/{group['most_workers'] or 'any'}",
         group["switches"],
-        _seconds(group["switch_seconds"]),
+        duration(group["switch_seconds"]),
         byte_size(group["resident_bytes"]),
         byte_size(group["sleeping_bytes"]),
         byte_size(group["spilled_bytes"]),
@@ -189,24 +189,15 @@ def _show_workers(answer: Row) -> None:
             group["name"],
             str(worker["state"]).replace("_", " "),
             worker["position"] or "",
-            _seconds(worker["seconds"]),
-            _seconds(worker["expected_seconds"]),
+            duration(worker["seconds"]),
+            duration(worker["expected_seconds"]),
             worker["worker"] or "(another owner's)",
             worker["owner"],
             worker["kind"],
-            _seconds(worker["device_seconds"]),
+            duration(worker["device_seconds"]),
             worker["reason"],
         ]
         for group in answer["groups"]
         for worker in group["workers"]
     ]
     show_table(_WORKERS, rows, empty="No workers.")
-
-
-def _seconds(value: float) -> str:
-    """Examples: "", `0.32 s`, `12.0 s` and `3 min`."""
-    if not value:
-        return ""
-    if value < 1:
-        return f"{value:.2g} s"
-    return f"{value:.1f} s" if value < 180 else f"{value / 60:.0f} min"

@@ -28,7 +28,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
-from tandem.cli.hub import Added, Show, Wanted, add_model
+from tandem.cli.hub import Show, Wanted, add_model
 from tandem.cli.tables import Column, byte_size, show_table
 from tandem.errors import UserError
 from tandem.stack import read_endpoint
@@ -104,7 +104,9 @@ def _download(
     if registered := read_endpoint(data_dir) is not None:
         answer = _register(data_dir, wanted.name, added.folder)
         notes += [answer["note"]] if answer["note"] else []
-    end_if_json(as_json, _described(wanted, added, notes, registered))
+    record = added.record.model_dump(exclude={"added_at"})
+    about = {"downloaded_bytes": added.downloaded, "registered": registered, "notes": notes}
+    end_if_json(as_json, {"name": wanted.name, "path": added.folder, **record, **about})
     was = "is there" if added.downloaded else "was there already"
     say(f"{wanted.name} {was}: {added.folder}, {byte_size(added.record.bytes)}.")
     say(
@@ -115,22 +117,6 @@ def _download(
     )
     for note in notes:
         say(f"Note: {note}.")
-
-
-def _described(
-    wanted: Wanted, added: Added, notes: list[str], registered: bool
-) -> dict[str, object]:
-    return {
-        "name": wanted.name,
-        "path": added.folder,
-        "repository": added.record.repository,
-        "revision": added.record.revision,
-        "commit": added.record.commit,
-        "bytes": added.record.bytes,
-        "downloaded_bytes": added.downloaded,
-        "registered": registered,
-        "notes": notes,
-    }
 
 
 def _register(data_dir: Path | None, name: str, path: Path) -> Any:

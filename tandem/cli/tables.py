@@ -107,6 +107,17 @@ def count(value: int) -> str:
     return f"{size:.3g} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Examples: "", `0.32 s`, `12.0 s`, `3 min` and `12.7 h`."""
+    if not seconds:
+        return ""
+    if seconds < 1:
+        return f"{seconds:.2g} s"
+    if seconds < 180:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"
+
+
 def _one_line(value: object) -> str:
     """Remove characters that break a row or move the cursor."""
     text = "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)

@@ -9,7 +9,7 @@ import typer
 
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
 from tandem.cli.keys import parse_duration
-from tandem.cli.tables import Column, byte_size, count, show_table
+from tandem.cli.tables import Column, byte_size, count, duration, show_table
 
 _AMOUNTS = (
     Column("trained", right=True),
@@ -65,14 +65,7 @@ def _amounts(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         count(row["training_tokens"]),
         count(row["sampled_tokens"]),
-        _duration(row["accelerator_seconds"]),
+        duration(row["accelerator_seconds"]),
         byte_size(row["checkpoint_bytes"]),
         *(count(row[name]) for name in rest),
     )
-
-
-def _duration(seconds: float) -> str:
-    """Example: `2.5 h`."""
-    if seconds < 600:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 36_000 else f"{seconds / 3600:,.1f} h"

@@ -131,7 +131,7 @@ class FutureTable:
 
     def __post_init__(self) -> None:
         self._futures: dict[str, Future] = {}
-        self._closing = False
+        self.closing = False
         self._long_polls: set[asyncio.Future[None]] = set()
         self._fetched = _Expiring(FETCHED_GRACE)
         # Operations leave memory early, because the journal has their results.
@@ -204,7 +204,7 @@ class FutureTable:
 
     async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
         """Wait for `done`, for `timeout` seconds, or until shutdown."""
-        if self._closing:
+        if self.closing:
             return
         # Each long poll has its own future: removing one waiter from a shared one scans all
         # waiters.
@@ -216,12 +216,8 @@ class FutureTable:
         finally:
             self._long_polls.discard(closing)
 
-    @property
-    def closing(self) -> bool:
-        return self._closing
-
     def release_waiters(self) -> None:
-        self._closing = True
+        self.closing = True
         for closing in self._long_polls:
             if not closing.done():
                 closing.set_result(None)

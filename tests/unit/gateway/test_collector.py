@@ -180,12 +180,14 @@ async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
                 seen.add(found.relative_folder[-1])
 
     reader = asyncio.create_task(read())
-    for _ in range(20):
-        for leaf in ("a-22222222", "a-11111111"):
+    overwrites = 0
+    async with asyncio.timeout(60):
+        while overwrites < 40 or seen != {"1", "2"}:
+            leaf = ("a-22222222", "a-11111111")[overwrites % 2]
             await store.checkpoints.put(checkpoint(store, f"checkpoints/s-1_train_0/{leaf}"))
+            overwrites += 1
     stop.set()
     await reader
-    assert seen == {"1", "2"}
 
 
 async def test_what_the_disk_refuses_to_remove_is_tried_again(store, monkeypatch):
