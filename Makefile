@@ -80,7 +80,7 @@ bench-starts: setup ## Measures starts of workers in new processes and in idle o
 bench-timeslice: setup ## Measures experiments that share devices, beside the same experiments in a row.
 	@.venv/bin/python -m benchmarks.timeslice $(ARGS)
 
-bench-shared: setup ## Measures LoRA runs that share a trainer and an engine, beside own ones.
+bench-shared: setup ## Measures LoRA runs that share workers, and sessions that share an engine.
 	@.venv/bin/python -m benchmarks.shared_lora $(ARGS)
 
 bench-versus: setup ## Measures this checkout beside another one. ARGS=../other-checkout

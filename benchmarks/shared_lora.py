@@ -2,7 +2,8 @@
 
 Both ways take turns on new stacks. For each number of runs, it measures the creation of the first
 run and of each further one, and then all workers' memory and the steps per second of all runs at
-once."""
+once. Then it measures one session of the base model, and many at once, each with one sample. The
+start of their engine is included."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
 import tinker
 from rich.console import Console
+from tinker import types
 
 from benchmarks import record
-from benchmarks.timeslice import MODEL, Experiment, at_once
+from benchmarks.timeslice import MODEL, TIMEOUT, Experiment, at_once
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.settings.sharing import MOST_RUNS
 from tandem.stack import Stack
@@ -81,9 +84,33 @@ def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dic
     }
 
 
+def sample_base(model: Path, *, sessions: int, tokens: int) -> dict[str, object]:
+    """Measure sessions that sample the base model at once, with default settings."""
+
+    def sample(service: tinker.ServiceClient) -> None:
+        sampler = service.create_sampling_client(base_model=MODEL).result(TIMEOUT)
+        prompt = types.ModelInput.from_ints([20, 30, 40, 21])
+        params = types.SamplingParams(max_tokens=tokens, seed=1, stop=[])
+        sampler.sample(prompt, num_samples=1, sampling_params=params).result(TIMEOUT)
+
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as open_until_the_end:
+        stack = open_until_the_end.enter_context(Stack(data_dir=Path(folder), settings=_SETTINGS))
+        stack.add_model(name=MODEL, path=model)
+        url, key = stack.endpoint.url, stack.endpoint.api_key
+        began = time.perf_counter()
+        clients = [tinker.ServiceClient(base_url=url, api_key=key) for _ in range(sessions)]
+        for client in clients:
+            open_until_the_end.enter_context(client)
+        with ThreadPoolExecutor(sessions) as pool:
+            list(pool.map(sample, clients))
+        seconds = time.perf_counter() - began
+        return {"seconds": round(seconds, 2), "workers": len(_workers(stack))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_lora", description=__doc__)
-    parser.add_argument("--runs", type=int, nargs="+", default=[1, 4, MOST_RUNS])
+    parser.add_argument("--runs", type=int, nargs="*", default=[1, 4, MOST_RUNS])
+    parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64], help="of the base")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")
     parser.add_argument("--no-save", action="store_true")
@@ -105,6 +132,10 @@ def main() -> None:
             }
             results[f"{runs} runs"] = found
             console.print_json(json.dumps({f"{runs} runs": found}))
+        for sessions in arguments.sessions:
+            key = f"{sessions} sessions of the base model"
+            results[key] = sample_base(model, sessions=sessions, tokens=arguments.tokens)
+            console.print_json(json.dumps({key: results[key]}))
     if not arguments.no_save:
         console.print(f"written to {record.save(results).name}")
 

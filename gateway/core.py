@@ -338,7 +338,8 @@ class Gateway:
         await self.sessions.read_sessions()
         await self.runs.resume_runs()
         await self.sampling.restore_sessions()
-        await self.samplers.take_up_engines()
+        sampled = [s for s in self.sampling.all() if not s.all_weights]
+        await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
         await self.supervisor.settle(self._holders())
         await self.collector.collect_all()
 

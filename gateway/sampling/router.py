@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
@@ -36,7 +37,7 @@ from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
 
 MAX_WAITING_SAMPLES = 8192
-"""The most unfinished samples of one sampler."""
+"""The most unfinished samples of one owner at one sampler."""
 _TAKE_UP_PATIENCE = 2.0
 _SMALLEST_RANK = 8
 _LARGEST_RANK = 512
@@ -60,15 +61,20 @@ class SamplerRouter:
         self._samplers: dict[str, Sampler] = {}
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def take_up_engines(self) -> None:
+    async def take_up_engines(self, sampled: Sequence[tuple[str, str, int]]) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
         their loaded versions are known, so that the garbage collector spares them, without waiting
-        long for a busy engine."""
+        long for a busy engine.
+
+        `sampled` has the session, base model and rank of each sampling session that may share a
+        sampler. They share the engines again. An engine whose session has ended goes on for
+        them."""
         found: set[asyncio.Task[None]] = set()
+        sampled = [each for each in sampled if self._has_client(each[0])]
         for row in list(self.supervisor.roster.rows.values()):
             if row.kind != "engine" or row.ends_as == "gone":
                 continue
-            if (sampler := await self._sampler_of(row)) is None:
+            if (sampler := await self._sampler_of(row, sampled)) is None:
                 continue
             engines = [each for each in sampler.engines if each.key == row.key]
             found.update(engine.take_up() for engine in engines if row.has_process)
@@ -81,21 +87,46 @@ class SamplerRouter:
                 sampler.start()
         if found:
             await asyncio.wait(found, timeout=_TAKE_UP_PATIENCE)
+        models = {model.name: model for model in self.models.all()}
+        for session_id, name, rank in sampled:
+            has = self.get(session_id=session_id, model_name=name, rank=rank) is not None
+            if not has and name in models:
+                with suppress(InvalidRequest):  # the groups may have changed
+                    self._join(self.sessions.require(session_id), models[name], rank=rank)
 
-    async def _sampler_of(self, row: WorkerRow) -> Sampler | None:
-        """Return the sampler of an engine's row, made anew if its session still needs it."""
+    async def _sampler_of(
+        self, row: WorkerRow, sampled: Sequence[tuple[str, str, int]]
+    ) -> Sampler | None:
+        """Return the sampler of an engine's row, made anew if a session still needs it."""
         key = SamplerKey.parse(row.request.sampler)
-        session = self.sessions.get(key.session_id)
         model = next((m for m in self.models.all() if m.name == key.model_name), None)
         sampler = self._samplers.get(str(key))  # runs share it
         if model is None or Path(model.path) != Path(row.request.model):
             return None
-        if sampler is None and (session is None or not session.sdk_version):
-            return None
         await read_ahead(model.path, self.settings)
+        if sampler is not None:
+            return sampler
         with suppress(InvalidRequest):  # the groups may have changed
-            return sampler or self._add(key, model, user=key.session_id)
+            if self._has_client(key.session_id):
+                return self._add(key, model, user=key.session_id)
+            for user, name, rank in sampled:
+                fits = name == key.model_name and rank <= key.max_lora_rank
+                if fits and self._would_ask_for(row, self.sessions.require(user), model):
+                    return self._add(key, model, user=user)
         return None
+
+    def _has_client(self, session_id: str) -> bool:
+        session = self.sessions.get(session_id)
+        return session is not None and session.sdk_version != ""
+
+    def _would_ask_for(self, row: WorkerRow, session: Session, model: BaseModelEntry) -> bool:
+        """Return whether a session may share the engine of a row, and would ask for an equal
+        one."""
+        key = SamplerKey.parse(row.request.sampler)
+        options = self._options_of(session, model.name)
+        (made,) = self.engine_requests(str(key), options, owner=row.owner, model=model, replicas=1)
+        made = replace(made, key=row.key, together=row.request.together)
+        return self._may_share(session, row.owner, options) and made == row.request
 
     def all(self) -> list[Sampler]:
         return list(self._samplers.values())
@@ -110,18 +141,25 @@ class SamplerRouter:
         model_name: str,
         rank: int,
         all_weights: bool = False,
-        kept: str = "",
+        kept: str | None = None,
     ) -> Sampler | None:
-        """Return the session's sampler for adapters of `rank` (0: none): the sampler `kept`, else
-        the one with the smallest rank. With `all_weights`, no other session may use it, because it
-        loads other weights."""
+        """Return the session's sampler for adapters of `rank` (0: none), the one with the smallest
+        rank. With `all_weights`, no other session may use it, because it loads other weights.
+
+        For a run, `kept` is the key of its sampler, which comes first, or "". A run uses no sampler
+        that its session joined only to sample."""
         found = [
             sampler
-            for sampler in self._samplers.values()
+            for key, sampler in self._samplers.items()
             if session_id in sampler.users
             and sampler.model.name == model_name
             and sampler.key.max_lora_rank >= rank
             and not (all_weights and len(sampler.users) > 1)
+            and (
+                kept in (None, key)
+                or sampler.key.session_id == session_id
+                or self._is_for_runs(key)
+            )
         ]
         return min(
             found, key=lambda each: (str(each.key) != kept, each.key.max_lora_rank), default=None
@@ -130,11 +168,11 @@ class SamplerRouter:
     def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
         """Return the key of the sampler for a new run of `rank` (0: all weights)."""
         sampler = self.get(
-            session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0
+            session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0, kept=""
         )
         if sampler is not None:
             return str(sampler.key)
-        return str(SamplerKey(session_id, model_name, self._largest_rank(rank)))
+        return str(self._free_key(session_id, model_name, rank))
 
     def ensure(
         self,
@@ -143,9 +181,10 @@ class SamplerRouter:
         model: BaseModelEntry,
         rank: int,
         all_weights: bool = False,
-        kept: str = "",
+        kept: str | None = None,
     ) -> Sampler:
-        """Do as `get`, or create a sampler. Its engine starts on demand. Raises `LimitExceeded`,
+        """Do as `get`, or else join another session's sampler, or else create one. Its engine
+        starts on demand. Full weights and runs join none. Raises `LimitExceeded`,
         `SessionFinished`, and as `check_model`."""
         sampler = self.get(
             session_id=session_id,
@@ -156,13 +195,41 @@ class SamplerRouter:
         )
         if sampler is None:
             self.check_model(session_id, model.name)
-            key = SamplerKey(session_id, model.name, self._largest_rank(rank))
-            return self._add(key, model, user=session_id, limited=True)
+            if not all_weights and kept is None:
+                session = self.sessions.require(session_id)
+                sampler = self._join(session, model, rank=rank)
+            key = self._free_key(session_id, model.name, rank)
+            return sampler or self._add(key, model, user=session_id, limited=True)
         # A run may have asked for more.
         wanted = self._replicas_of(str(sampler.key), asked=len(sampler.engines))
         if wanted > len(sampler.engines):
             sampler.replicas.resize(wanted)
         return sampler
+
+    def _join(self, session: Session, model: BaseModelEntry, *, rank: int) -> Sampler | None:
+        """Let a session use another session's sampler for the base model or adapters of `rank`.
+        The session would ask for equal engines. No run keeps them, and they have the base model's
+        weights."""
+        for sampler in self._samplers.values():
+            if (
+                (sampler.model.name, sampler.model.path) == (model.name, model.path)
+                and self.takes_adapters(str(sampler.key), rank=rank)
+                and self._may_share(session, sampler.owner, sampler.engine.options)
+                and self._options_of(session, model.name) == sampler.engine.options
+                and not self._is_for_runs(str(sampler.key))
+            ):
+                sampler.users.add(session.id)
+                return sampler
+        return None
+
+    def _is_for_runs(self, key: str) -> bool:
+        """Return whether a trainer keeps the sampler's engines, or waits for a group with them."""
+        rows = self.supervisor.roster.rows.values()
+        return any(key in row.request.together for row in rows if row.kind == "trainer")
+
+    def _may_share(self, session: Session, owner: str, options: RunOptions) -> bool:
+        same_owner = session.owner == owner or self.settings.sharing.across_owners
+        return same_owner and options.share != "never"
 
     def check_model(self, session_id: str, model_name: str) -> None:
         """Raise `InvalidRequest` if all the session's engines would be on a CPU and vLLM cannot
@@ -275,11 +342,11 @@ class SamplerRouter:
     ) -> None:
         """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
         bound, after which the SDK retries later."""
-        waiting = sampler.waiting
+        waiting = sampler.waiting_of[future.owner]
         if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
             raise overloaded(
-                f"{waiting} samples wait at this sampler already, {MAX_WAITING_SAMPLES} at most",
+                f"{waiting} samples of yours wait at this sampler, {MAX_WAITING_SAMPLES} at most",
                 limit="sampler_samples",
                 waiting=waiting,
                 per_second=sampler.completions.per_second(),
@@ -369,6 +436,12 @@ class SamplerRouter:
             groups=self.requests.groups(),
             admin=True,  # checked when the session was created
         )
+
+    def _free_key(self, session_id: str, model_name: str, rank: int) -> SamplerKey:
+        """Return the key of a session's new sampler. Others may share the session's first one."""
+        largest = self._largest_rank(rank)
+        keys = (SamplerKey(session_id, model_name, largest, number) for number in count())
+        return next(key for key in keys if str(key) not in self._samplers)
 
     def _check_engines(self, owner: str, *, adding: int) -> None:
         theirs = (each for each in self._samplers.values() if each.owner == owner)

@@ -1,7 +1,8 @@
 """Samplers: samples and loads on their way to engines.
 
 A session has one sampler per base model and largest adapter rank, because engines start slowly and
-take device memory. Sessions with a shared trainer also share a sampler.
+take device memory. Sessions with a shared trainer also share a sampler. So do sessions that sample
+the base model or adapters of checkpoints (`SamplerRouter.ensure`).
 
 A sampler has `tandem.replicas` engines, each with its own devices. If an engine dies, its samples
 are sent once more, because the client chose the seed. A second death fails them with `worker_died`.
@@ -48,20 +49,24 @@ _Reply = TypeVar("_Reply")
 
 @dataclass(frozen=True)
 class SamplerKey:
-    """Example, as a place key: "s-ab12/qwen/8b/16"."""
+    """Example, as a place key: "s-ab12/qwen/8b/16". A session's second sampler of this model and
+    rank has the `number` 1: "s-ab12/qwen/8b/16.1"."""
 
     session_id: str
     model_name: str
     max_lora_rank: int
+    number: int = 0
 
     @classmethod
     def parse(cls, key: str) -> SamplerKey:
-        rest, _, rank = key.rpartition("/")
+        rest, _, end = key.rpartition("/")
         session_id, _, model_name = rest.partition("/")
-        return cls(session_id, model_name, int(rank))
+        rank, _, number = end.partition(".")
+        return cls(session_id, model_name, int(rank), int(number or 0))
 
     def __str__(self) -> str:
-        return f"{self.session_id}/{self.model_name}/{self.max_lora_rank}"
+        number = f".{self.number}" if self.number else ""
+        return f"{self.session_id}/{self.model_name}/{self.max_lora_rank}{number}"
 
 
 @dataclass(eq=False)
@@ -125,6 +130,7 @@ class Sampler:
 
     def __post_init__(self) -> None:
         self.samples: dict[str, SampleCall] = {}
+        self.waiting_of: Counter[str] = Counter()  # by owner, unfinished samples
         self._numbers: list[int] = []  # ascending numbers of samples, for positions in the queue
         self.completions = Rate()
         self.balancer = Balancer(self._serving)
@@ -166,6 +172,7 @@ class Sampler:
         """Add a sample, which waits until `begin_sample`, and pin its weight version."""
         self.pins.pin(relative_version_folder(sample.request.version.name))
         self.samples[sample.future.request_id] = sample
+        self.waiting_of[sample.future.owner] += 1
         sample.number = self._numbers[-1] + 1 if self._numbers else 0
         self._numbers.append(sample.number)
         self._demand(1)
@@ -232,6 +239,7 @@ class Sampler:
         if sample.task is not None:
             sample.task.cancel()
         del self.samples[sample.future.request_id]
+        self.waiting_of[sample.future.owner] -= 1
         del self._numbers[bisect_left(self._numbers, sample.number)]
         self._demand(-1)
         self.completions.note()

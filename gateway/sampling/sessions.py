@@ -57,6 +57,11 @@ class SamplingSession:
     seq_ids: count[int] = field(default_factory=count)
     used_at: float = field(default_factory=time.monotonic)
 
+    @property
+    def all_weights(self) -> bool:
+        """Whether its version replaces the weights of the base model."""
+        return bool(self.version.run_id) and not self.version.adapter
+
 
 @dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:

@@ -50,7 +50,9 @@ class SharingSettings(BaseSettings):
         "chooses.",
     )
     across_owners: bool = Field(
-        False, description="Runs of several owners may share a trainer and an engine."
+        False,
+        description="Runs and sampling sessions of several owners may share a trainer and an "
+        "engine.",
     )
 
 

@@ -97,6 +97,7 @@ class InferenceService:
                 session_id=session.session_id,
                 model=target.model,
                 rank=target.rank,
+                all_weights=session.all_weights,
             )
             generation = Generation(
                 gateway, session=session, sampler=sampler, owner=caller.owner, builder=builder

@@ -191,6 +191,9 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
             return ""
         return worker.worker_id if seen(worker.handle.session_id) else worker.handle.kind
 
+    def seen_version(name: str) -> bool:
+        return name.startswith("base/") or seen(name.partition(":")[0])
+
     of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
     engines = [
         (sampler, engine)
@@ -242,11 +245,13 @@ async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
                 else engine.silence or engine.reason,
                 session_id=engine.session_id if seen(engine.session_id) else "",
                 worker=name_of(engine.worker),
-                weight_version=engine.weights,
+                weight_version=engine.weights
+                if sampler.users <= mine or seen_version(engine.weights)
+                else "",
                 adapters=sorted(
                     name
                     for name in engine.loaded - {engine.weights}
-                    if sampler.users <= mine or seen(name.partition(":")[0])
+                    if sampler.users <= mine or seen_version(name)
                 ),
                 waiting=sampler.waiting,
                 under_way=sampler.balancer.load_of(engine).requests,

@@ -301,21 +301,21 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
 def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, created if needed. A running one continues without its model's
     name."""
-    all_weights = bool(session.version.run_id) and not session.version.adapter
     run = gateway.runs.get(session.version.run_id)
-    kept = run.sampler if run is not None else ""
+    kept = run.sampler if run is not None and run.session_id == session.session_id else None
     sampler = gateway.samplers.get(
         session_id=session.session_id,
         model_name=session.base_model,
         rank=session.rank,
-        all_weights=all_weights,
+        all_weights=session.all_weights,
         kept=kept,
     )
     return sampler or gateway.samplers.ensure(
         session_id=session.session_id,
         model=gateway.models.get(session.base_model),
         rank=session.rank,
-        all_weights=all_weights,
+        all_weights=session.all_weights,
+        kept=kept,
     )
 
 

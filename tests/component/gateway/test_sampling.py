@@ -15,13 +15,21 @@ from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
 from gateway.storage.futures.completion_feed import CLIENT_BLOCK
 from tandem.wire.v1 import tinker_pb2
-from tests.support.gateway.requests import asample, new_sampler
+from tests.support.gateway.requests import asample, finish, new_sampler
 from tests.support.gateway.running import KEY, make_model, running_gateway
 from tests.support.waiting import wait_until
 
 TOKENS = [1, 2, 3]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 PARAMS = types.SamplingParams(max_tokens=3)
+
+
+@pytest.fixture(autouse=True)
+def _alone(gate):
+    """End the sessions of earlier tests, so that this test shares no engine with them."""
+    with gate.http() as client:
+        for session in gate.run(gate.gateway.sessions.all):
+            finish(client, session.id)
 
 
 @pytest.fixture
@@ -264,7 +272,11 @@ ONE_GROUP = {"name": "one", "devices": ["cpu:0"], "roles": ["trainer", "sampler"
 
 
 def test_an_engine_beyond_the_bound_waits_tells_why_and_gets_the_place_of_an_idle_one(tmp_path):
-    bounds = {"groups": [ONE_GROUP | {"workers": 2}], "engine_quantum": 0}
+    bounds = {
+        "groups": [ONE_GROUP | {"workers": 2}],
+        "engine_quantum": 0,
+        "sharing": {"lora_runs": "never"},  # each session has an engine
+    }
     with running_gateway(tmp_path, session_ttl=600, **bounds) as gate, gate.http() as client:
         samplers = [new_sampler(gate) for _ in range(3)]
         gate.run(gate.launcher.start_gate.clear)

@@ -295,6 +295,13 @@ def test_of_many_copies_of_the_model_the_newest_and_the_used_ones_stay(tmp_path)
             clients[0].sample(PROMPT, 1, PARAMS).result()
 
 
+def samples_of(gate, sampler_id: str):
+    """The requests of a sampling session's session at its engine."""
+    session_id = sampler_id.partition(":")[0]
+    _, sampler = gate.worker(f"sampler-{session_id}")
+    return [request for request in sampler.requests if request.session_id == session_id]
+
+
 def test_a_repeated_sample_is_the_same_request(gate):
     with gate.http() as client:
         sampler_id = new_sampler(gate)
@@ -304,8 +311,7 @@ def test_a_repeated_sample_is_the_same_request(gate):
         answer = gate.retrieve(first["request_id"])
         assert answer.headers["content-type"] == "application/x-protobuf"
         assert answer.headers["x-tandem-weight-version"] == "base/tiny"
-        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
-        assert len(sampler.requests) == 1
+        assert len(samples_of(gate, sampler_id)) == 1
 
 
 def test_another_sample_with_a_taken_seq_id_is_refused_by_name(gate):
@@ -324,8 +330,7 @@ def test_another_sample_with_a_taken_seq_id_is_refused_by_name(gate):
         gate.retrieve(first["request_id"])
         refused()
         assert asample(client, sampler_id, 5).json() == first
-        _, sampler = gate.worker(f"sampler-{sampler_id.partition(':')[0]}")
-        assert len(sampler.requests) == 1
+        assert len(samples_of(gate, sampler_id)) == 1
 
 
 def test_another_sampling_session_with_a_taken_number_is_refused_by_name(gate, service):

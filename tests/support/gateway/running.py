@@ -19,6 +19,7 @@ import tinker
 
 from gateway.api.tinker.sampling import sampler_of
 from gateway.app import GatewayServer, create_app, make_server
+from gateway.sampling.engine import SamplerEngine
 from gateway.workers.placing import candidates
 from tandem.settings.gateway import GatewaySettings
 from tandem.wire.v1 import tinker_pb2
@@ -75,20 +76,26 @@ class Gate:
         rows = self.gateway.supervisor.roster.rows
         return self.run(lambda: {key: row.group for key, row in rows.items() if row.group})
 
-    def start_engines(self, session_id: str = "", *, newest: int = 0) -> None:
+    def start_engines(self, session_id: str = "", *, newest: int = 0) -> list[SamplerEngine]:
         """Start the engines of sampling sessions, as their first samples would."""
         mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
+        engines = []
         for session in mine[-newest:]:
             engine = self.run(lambda session=session: sampler_of(self.gateway, session)).engine
             self.run(engine.start)
             wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
+            engines.append(engine)
+        return engines
 
     def worker(self, kind: str, index: int = -1):
         """Return the newest worker of a kind or id prefix.
 
-        A sampling session's engine is started if needed."""
+        `sampler-SESSION` is the engine of the session's newest sampling session, which other
+        sessions may share. It is started if needed."""
         if kind.startswith("sampler"):
-            self.start_engines(kind.partition("-")[2], newest=1)
+            session_id = kind.partition("-")[2]
+            for engine in self.start_engines(session_id, newest=1):
+                kind = f"sampler-{engine.session_id}" if session_id else kind
         ids = wait_until(lambda: [w for w in self.launcher.servicers if w.startswith(kind)])
         return ids[index], self.launcher.servicers[ids[index]]
 

@@ -110,6 +110,7 @@ class World:
             )
             for name in ("s-1", "s-2", "implicit")
         }
+        settings = {"sharing": {"lora_runs": "never"}} | settings  # each session has an engine
         self.settings = GatewaySettings(data_dir=folder, operation_timeout=LOAD_TIMEOUT, **settings)
         usage: Any = SimpleNamespace(record=lambda *_args, **_more: None)
         metrics = Metrics()
@@ -130,6 +131,7 @@ class World:
             self.processes, spill_folder="/spill", timeout=120.0, load_timeout=LOAD_TIMEOUT
         )
         self._about = (usage, metrics, models, sessions)
+        self.sampled: list[tuple[str, str, int]] = []
 
     def _make_router(self) -> None:
         usage, metrics, models, sessions = self._about
@@ -167,6 +169,8 @@ class World:
         return BaseModelEntry(name="tiny", path=str(self.folder / "tiny"), max_length=None)
 
     def version(self, name: str) -> common_pb2.WeightVersion:
+        if name == "base":
+            return common_pb2.WeightVersion(name="base/tiny", path=self.model.path)
         folder, run_id = self.folder / name, "s-1:train:0"
         folder.mkdir(exist_ok=True)
         manifest = Manifest(
@@ -229,7 +233,7 @@ class World:
 
     async def open(self) -> None:
         await self.open_host()
-        await self.router.take_up_engines()
+        await self.router.take_up_engines(self.sampled)
         await self.supervisor.settle(self.router.keys())
 
     def sampler(self, session_id: str = "s-1", *, rank: int = 0) -> Sampler:
@@ -240,6 +244,7 @@ class World:
         version: str = "v1",
         *,
         session_id: str = "s-1",
+        owner: str = "ann",
         prompt: bytes = b"",
         samples: int = 1,
         in_flight: bool = False,
@@ -255,7 +260,7 @@ class World:
         )
         request.params.seed, request.params.temperature = 7, 1.0
         future = Future(
-            request_id=request.operation_id, source="sample", describe=lambda: None, owner="ann"
+            request_id=request.operation_id, source="sample", describe=lambda: None, owner=owner
         )
         self.router.submit(sampler, future=future, request=request)
         async with asyncio.timeout(PATIENCE):

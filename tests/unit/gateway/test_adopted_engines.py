@@ -192,7 +192,7 @@ def test_an_engine_that_is_of_no_use_is_replaced_and_gives_the_same_tokens(
         engine = world.left()
         await world.open_host()
         misfortune(world, engine)
-        await world.router.take_up_engines()
+        await world.router.take_up_engines([])
         assert await world.sample() == await engine_alone(world, "v1")
         assert now() < seconds + 20
         assert engine.died.done()
