@@ -408,10 +408,6 @@ class Gateway:
         found = await self.journal.recall(request_id)
         return found or await self.custom_losses.recall(request_id)
 
-    async def drain(self, group: WorkerGroup, *, drained: bool) -> None:
-        """Drain a group or undo it. Raises `StorageFailed`."""
-        await self.supervisor.drain(group.name, drained=drained)
-
     async def collect(self, run_id: str) -> bool:
         """Remove the run's unused, unnamed files. Return False if unnamed files are still in
         use."""

@@ -6,9 +6,8 @@ An id of another owner raises the same error as a missing one. Roles are checked
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Annotated, TypeVar, cast
+from typing import Annotated, cast
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -33,8 +32,6 @@ from tandem.errors import (
     UnknownWeights,
 )
 
-Value = TypeVar("Value")
-
 
 @dataclass
 class AuditNote:
@@ -48,12 +45,33 @@ class AuditNote:
         self.detail = detail
 
 
-@dataclass(frozen=True)
 class Access:
-    """Resolves ids for a caller. An admin may access everything."""
+    """What a path operation needs of its request: the gateway, the caller, the audit note, and the
+    caller's things by their ids. An admin may access everything."""
 
-    gateway: Gateway
-    caller: Caller
+    def __init__(self, request: Request) -> None:
+        self.gateway = cast(Gateway, request.app.state.gateway)
+        self._request = request
+
+    @property
+    def caller(self) -> Caller:
+        """The owner of the key. A route that needs no key has none."""
+        return cast(Caller, self._request.state.caller)
+
+    @property
+    def audit(self) -> AuditNote:
+        state = self._request.state
+        if not hasattr(state, "audit_note"):
+            state.audit_note = AuditNote()
+        return cast(AuditNote, state.audit_note)
+
+    @property
+    def base_url(self) -> str:
+        """The server's address for the client, without a slash at the end."""
+        return (self.gateway.settings.public_url or str(self._request.base_url)).rstrip("/")
+
+    async def raw_body(self) -> bytes:
+        return await self._request.body()
 
     async def session(self, session_id: str) -> Session:
         """Return the active session and keep it alive. Raises `SessionFinished` or
@@ -134,54 +152,16 @@ def _unknown_sampler(sampler_id: str) -> UnknownSampler:
     return UnknownSampler(f"there is no sampling session {sampler_id!r}")
 
 
-def gateway_of(request: Request) -> Gateway:
-    return cast(Gateway, request.app.state.gateway)
+async def _access(request: Request) -> Access:
+    """Async, because FastAPI would run a plain function in a thread."""
+    return Access(request)
 
 
-def access_of(request: Request) -> Access:
-    return Access(gateway=gateway_of(request), caller=cast(Caller, request.state.caller))
+AccessDep = Annotated[Access, Depends(_access)]
 
 
-def audit_note_of(request: Request) -> AuditNote:
-    note = AuditNote()
-    request.state.audit_note = note
-    return note
-
-
-def _base_url(request: Request) -> str:
-    """Return the server's address for the client, without a slash at the end."""
-    return (gateway_of(request).settings.public_url or str(request.base_url)).rstrip("/")
-
-
-def _awaited(read: Callable[[Request], Value]) -> Callable[[Request], Awaitable[Value]]:
-    """Make the function async, because FastAPI would run it in a thread."""
-
-    async def dependency(request: Request) -> Value:
-        return read(request)
-
-    return dependency
-
-
-async def _raw_body(request: Request) -> bytes:
-    return await request.body()
-
-
-GatewayDep = Annotated[Gateway, Depends(_awaited(gateway_of))]
-AccessDep = Annotated[Access, Depends(_awaited(access_of))]
-CallerDep = Annotated[Caller, Depends(_awaited(lambda request: request.state.caller))]
-AuditDep = Annotated[AuditNote, Depends(_awaited(audit_note_of))]
-BaseUrl = Annotated[str, Depends(_awaited(_base_url))]
-RawBody = Annotated[bytes, Depends(_raw_body)]
-
-
-async def _sampling_session(sampler_id: PathText, access: AccessDep) -> SamplingSession:
-    return await access.sampling_session(sampler_id)
-
-
-async def _past_session(
-    session_id: PathText, gateway: GatewayDep, caller: CallerDep
-) -> SessionRecord:
-    return await gateway.session_queries.session(session_id, caller)
+async def _past_session(session_id: PathText, access: AccessDep) -> SessionRecord:
+    return await access.gateway.session_queries.session(session_id, access.caller)
 
 
 async def _path(run_id: PathText, kind: PathText, name: PathText) -> CheckpointPath:
@@ -203,8 +183,6 @@ async def _own(path: _CheckpointPath, access: AccessDep) -> Checkpoint:
 
 
 CHECKPOINT = Refuses(UnknownWeights, rules=["The path must be that of a checkpoint."])
-
-OwnSamplingSession = Annotated[SamplingSession, Depends(_sampling_session), Refuses(UnknownSampler)]
 
 PastSession = Annotated[SessionRecord, Depends(_past_session), Refuses(UnknownSession)]
 

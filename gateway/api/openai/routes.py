@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from gateway.api.dependencies import CallerDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.errors import json_response
 from gateway.api.fields import PathText
 from gateway.api.openai.schemas import (
@@ -100,24 +100,24 @@ def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
     responses=_sampled(ChatCompletion),
 )
 async def openai_chat_completions(
-    body: ChatCompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
+    body: ChatCompletionRequest, request: Request, service: ServiceDep, access: AccessDep
 ) -> Response:
     """Answer messages. The model's chat template makes the prompt."""
-    return await _respond(body, request, service, caller)
+    return await _respond(body, request, service, access.caller)
 
 
 @_sampling_operation("/completions", rules=_RULES, responses=_sampled(Completion))
 async def openai_completions(
-    body: CompletionRequest, request: Request, service: ServiceDep, caller: CallerDep
+    body: CompletionRequest, request: Request, service: ServiceDep, access: AccessDep
 ) -> Response:
     """Continue prompts, given as text or as token ids."""
-    return await _respond(body, request, service, caller)
+    return await _respond(body, request, service, access.caller)
 
 
 @router.operation("GET", "/models", role="reader")
-async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
+async def openai_models(service: ServiceDep, access: AccessDep) -> ModelList:
     """List the base models, and the weights for sampling of the caller's runs."""
-    return ModelList(object="list", data=await service.models.list_models(caller))
+    return ModelList(object="list", data=await service.models.list_models(access.caller))
 
 
 @router.operation(
@@ -127,9 +127,9 @@ async def openai_models(service: ServiceDep, caller: CallerDep) -> ModelList:
     errors=_MODELS,
     rules=["A `tinker://` path must be one."],
 )
-async def openai_model(model: PathText, service: ServiceDep, caller: CallerDep) -> Model:
+async def openai_model(model: PathText, service: ServiceDep, access: AccessDep) -> Model:
     """Return one model: a base model's name, a `tinker://` path, or a training run's id."""
-    return await service.models.one(model, caller)
+    return await service.models.one(model, access.caller)
 
 
 async def _respond(

@@ -4,10 +4,9 @@ Another owner's worker shows only its state and position."""
 
 from __future__ import annotations
 
-from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
-from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.standing import Standing, applicants, standings
@@ -90,16 +89,15 @@ class GroupList(Answer):
 
 
 @router.operation("GET", "/groups", role="reader")
-async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
+async def list_groups(access: AccessDep) -> GroupList:
     """List the device groups, their workers, and the queue for places."""
+    gateway, caller = access.gateway, access.caller
     overview = gateway.supervisor.overview()
+    budget, used = overview.budgets.host_bytes, overview.host_bytes_in_use
+    memory = HostMemoryUse(budget_bytes=budget, used_bytes=used)
     return GroupList(
-        groups=[_described(group, gateway, caller) for group in gateway.groups()],
-        memory=HostMemoryUse(
-            budget_bytes=overview.budgets.host_bytes, used_bytes=overview.host_bytes_in_use
-        )
-        if caller.role == "admin"
-        else None,
+        groups=[_described(group, access) for group in gateway.groups()],
+        memory=memory if caller.role == "admin" else None,
         queue=[_applicant(each, caller) for each in applicants(overview)],
     )
 
@@ -107,34 +105,31 @@ async def list_groups(gateway: GatewayDep, caller: CallerDep) -> GroupList:
 @router.operation(
     "POST", "/groups/{name}/drain", role="admin", audit="group_drain", errors=[UnknownGroup]
 )
-async def drain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
+async def drain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     """Stop placing workers on a group, even after a restart of the gateway. Its idle workers fall
     asleep, and those that no run keeps end. Running work continues."""
-    group = _group(name, gateway)
-    await gateway.drain(group, drained=True)
-    return _described(group, gateway, caller)
+    return await _drain(name, access, drained=True)
 
 
 @router.operation(
     "DELETE", "/groups/{name}/drain", role="admin", audit="group_undrain", errors=[UnknownGroup]
 )
-async def undrain_group(name: PathText, gateway: GatewayDep, caller: CallerDep) -> GroupOccupancy:
+async def undrain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     """Place workers on a group again."""
-    group = _group(name, gateway)
-    await gateway.drain(group, drained=False)
-    return _described(group, gateway, caller)
+    return await _drain(name, access, drained=False)
 
 
-def _group(name: str, gateway: Gateway) -> WorkerGroup:
-    for group in gateway.groups():
-        if group.name == name:
-            return group
-    known = ", ".join(group.name for group in gateway.groups())
-    raise UnknownGroup(f"there is no group {name[:100]!r}; known: {known}")
+async def _drain(name: str, access: Access, *, drained: bool) -> GroupOccupancy:
+    groups = {group.name: group for group in access.gateway.groups()}
+    if name not in groups:
+        raise UnknownGroup(f"there is no group {name[:100]!r}; known: {', '.join(groups)}")
+    await access.gateway.supervisor.drain(name, drained=drained)
+    return _described(groups[name], access)
 
 
-def _described(group: WorkerGroup, gateway: Gateway, caller: Caller) -> GroupOccupancy:
-    overview, roster = gateway.supervisor.overview(), gateway.supervisor.roster
+def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
+    caller, supervisor = access.caller, access.gateway.supervisor
+    overview, roster = supervisor.overview(), supervisor.roster
     found = standings(overview, overview.groups[group.name])
     seen = [each.bytes for each in found if caller.may_see(each.row.owner)]
     drained = overview.groups[group.name].drained

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fastapi import Response
 
-from gateway.api.dependencies import AuditDep, GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tandem.key_info import KeyInfo, NewKeyInfo, described
@@ -19,9 +19,10 @@ class KeyList(Answer):
 
 
 @router.operation("GET", "/keys", role="admin")
-async def list_keys(gateway: GatewayDep) -> KeyList:
+async def list_keys(access: AccessDep) -> KeyList:
     """List the keys of all owners."""
-    return KeyList(keys=[described(gateway.keys, key) for key in gateway.keys.all()])
+    keys = access.gateway.keys
+    return KeyList(keys=[described(keys, key) for key in keys.all()])
 
 
 @router.operation(
@@ -31,19 +32,17 @@ async def list_keys(gateway: GatewayDep) -> KeyList:
     audit="apikey_create",
     rules=["An owner's name is of letters, digits and `._@+-`."],
 )
-async def create_key(
-    body: NewKey, gateway: GatewayDep, audit: AuditDep, response: Response
-) -> NewKeyInfo:
+async def create_key(body: NewKey, access: AccessDep, response: Response) -> NewKeyInfo:
     """Create a key."""
-    key, secret = await gateway.keys.create(body)
-    audit.note(key.id, owner=key.owner, role=key.role)
+    key, secret = await access.gateway.keys.create(body)
+    access.audit.note(key.id, owner=key.owner, role=key.role)
     response.headers["Cache-Control"] = "no-store"
-    return NewKeyInfo.of(described(gateway.keys, key), key=secret)
+    return NewKeyInfo.of(described(access.gateway.keys, key), key=secret)
 
 
 @router.operation(
     "DELETE", "/keys/{key_id}", role="admin", audit="apikey_delete", errors=[UnknownKey]
 )
-async def revoke_key(key_id: PathText, gateway: GatewayDep) -> KeyInfo:
+async def revoke_key(key_id: PathText, access: AccessDep) -> KeyInfo:
     """Revoke a key. It and its tokens are refused from now on."""
-    return described(gateway.keys, await gateway.keys.revoke(key_id))
+    return described(access.gateway.keys, await access.gateway.keys.revoke(key_id))

@@ -6,7 +6,7 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import Access, AccessDep, AuditDep
+from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tinker.sampling import sampler_of
@@ -78,15 +78,13 @@ class ScaledSampler(EngineCounts):
         "There must be groups with so many devices.",
     ],
 )
-async def scale_sampler(
-    target: PathText, body: ScaleSampler, access: AccessDep, audit: AuditDep
-) -> ScaledSampler:
+async def scale_sampler(target: PathText, body: ScaleSampler, access: AccessDep) -> ScaledSampler:
     """Set the number of engines of a run, a sampling session, or a session with one sampler. New
     engines get their places at once, or nothing changes. They start, load the last used version,
     and then get requests. Surplus engines get no new requests, finish their current ones, and
     release their places. The number holds until the sampler ends, and can be changed at any time.
     """
-    audit.note(target, replicas=str(body.replicas))
+    access.audit.note(target, replicas=str(body.replicas))
     sampler = await _sampler(target, access)
     sessions = access.gateway.sessions
     owners = {found.owner for user in sampler.users if (found := sessions.get(user)) is not None}

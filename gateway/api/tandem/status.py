@@ -16,7 +16,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, JsonValue
 from starlette.requests import Request
 
-from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import BOUNDS, RAW, Router, file_response
@@ -176,10 +176,10 @@ class Version(Answer):
 
 
 @router.operation("GET", "/status", role="reader")
-async def status(gateway: GatewayDep, caller: CallerDep) -> Status:
+async def status(access: AccessDep) -> Status:
     """Return the status of everything for an admin. Others see their own things, without the
     addresses of workers and the paths of files."""
-    now = time.time()
+    gateway, caller, now = access.gateway, access.caller, time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
     admin = caller.role == "admin"
 
@@ -298,10 +298,10 @@ def _under_way(call: Call | None) -> OperationUnderWay | None:
 
 
 @router.operation("GET", "/models", role="reader")
-async def list_models(gateway: GatewayDep, caller: CallerDep) -> RegisteredModels:
+async def list_models(access: AccessDep) -> RegisteredModels:
     """List the base models. Only an admin sees their paths."""
-    found = gateway.models.all()
-    if caller.role != "admin":
+    found = access.gateway.models.all()
+    if access.caller.role != "admin":
         found = [replace(entry, path="") for entry in found]
     return RegisteredModels(models=[ModelEntry.of(entry) for entry in found])
 
@@ -313,10 +313,10 @@ async def list_models(gateway: GatewayDep, caller: CallerDep) -> RegisteredModel
     audit="model_add",
     rules=["The path must be the absolute path of a readable model."],
 )
-async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> ModelEntry:
+async def add_model(body: AddModel, access: AccessDep) -> ModelEntry:
     """Register a base model. A registered name gets the new path."""
-    audit.note(body.name)
-    return ModelEntry.of(await gateway.models.add(name=body.name, path=body.path))
+    access.audit.note(body.name)
+    return ModelEntry.of(await access.gateway.models.add(name=body.name, path=body.path))
 
 
 @router.operation(
@@ -327,16 +327,16 @@ async def add_model(body: AddModel, gateway: GatewayDep, audit: AuditDep) -> Mod
     errors=[UnknownModel],
     rules=["The record of a model of the models directory must be removable."],
 )
-async def remove_model(name: PathText, gateway: GatewayDep) -> None:
+async def remove_model(name: PathText, access: AccessDep) -> None:
     """Remove a base model's name, and its record in the models directory. Its files stay, and its
     runs continue."""
-    await gateway.models.remove(name)
+    await access.gateway.models.remove(name)
 
 
 @router.operation("GET", "/config", role="admin")
-async def config(gateway: GatewayDep) -> Settings:
+async def config(access: AccessDep) -> Settings:
     """Return the resolved settings, without keys and the database's password."""
-    settings = gateway.settings.model_dump(mode="json")
+    settings = access.gateway.settings.model_dump(mode="json")
     settings["database_url"] = without_password(settings["database_url"])
     return Settings.model_validate(settings)
 
@@ -353,9 +353,11 @@ async def get_version() -> Version:
     role="local",
     responses={200: file_response(CONTENT_TYPE_LATEST, "Prometheus' text format")},
 )
-async def metrics(gateway: GatewayDep) -> Response:
+async def metrics(access: AccessDep) -> Response:
     """Return the gateway's metrics for Prometheus."""
-    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(
+        generate_latest(access.gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST
+    )
 
 
 @root_router.operation(

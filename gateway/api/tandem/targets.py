@@ -3,7 +3,7 @@ sessions, so a static list would soon be wrong."""
 
 from __future__ import annotations
 
-from gateway.api.dependencies import GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 from gateway.workers.worker import Worker
@@ -22,12 +22,12 @@ class TargetGroup(Answer):
 
 
 @router.operation("GET", "/metrics/targets", role="metrics")
-async def metrics_targets(gateway: GatewayDep) -> list[TargetGroup]:
+async def metrics_targets(access: AccessDep) -> list[TargetGroup]:
     """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
     The gateway's own are at /metrics."""
     return [
         _target(record.worker)
-        for record in gateway.processes.list_records()
+        for record in access.gateway.processes.list_records()
         if record.worker is not None
     ]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query
 
-from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 
@@ -41,15 +41,16 @@ class UsageSummary(Answer):
 
 @router.operation("GET", "/usage", role="reader")
 async def usage_summary(
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     since: Annotated[float, Query(ge=0, le=2**53)] = 0.0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 50,
 ) -> UsageSummary:
     """Sum the usage of owners and runs since a time, to the hour. An admin sees everything, others
     their own. Return at most `limit` runs, those with the most accelerator seconds first. Samples
     from base models belong to an owner and to no run."""
-    owners, runs = await gateway.usage_reports.summary(caller, since=since, max_runs=limit)
+    owners, runs = await access.gateway.usage_reports.summary(
+        access.caller, since=since, max_runs=limit
+    )
     return UsageSummary(
         owners=[OwnerUsage.of(used) for used in owners], runs=[RunUsage.of(used) for used in runs]
     )

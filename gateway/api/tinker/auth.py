@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Query
 from pydantic import JsonValue
 
-from gateway.api.dependencies import AuditDep, CallerDep, GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, AuthRefusal, Day, Omitted, Time
 from gateway.api.routing import Router
 from gateway.owners.auth.audit import Entry
@@ -48,23 +48,26 @@ class AuditLogPage(Answer):
 
 
 @router.operation("POST", "/token", role="reader", audit=None)
-async def exchange_token(gateway: GatewayDep, caller: CallerDep) -> Token:
+async def exchange_token(access: AccessDep) -> Token:
     """Exchange the key for a JWT, which the SDK then presents."""
-    return Token(jwt=gateway.identity.issue(caller))
+    return Token(jwt=access.gateway.identity.issue(access.caller))
 
 
 @router.operation("GET", "/apikey/me", role="reader")
-async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
+async def own_key(access: AccessDep) -> OwnKey:
     """Describe the key. `tinker auth login` calls this before storing a key. The owner's name
     replaces the email address."""
-    key = gateway.keys.get(caller.key_id)
+    key = access.gateway.keys.get(access.caller.key_id)
     if key is None:  # replaced since the request arrived
         raise Unauthenticated("the API key is no longer valid")
     return OwnKey(
         key_id=key.number,
         name=key.name or f"{key.owner}-{key.id}",
         note=f"role {key.role}",
-        details={"org_details": {"name": ORGANIZATION}, "user_details": {"email": caller.owner}},
+        details={
+            "org_details": {"name": ORGANIZATION},
+            "user_details": {"email": access.caller.owner},
+        },
     )
 
 
@@ -75,29 +78,29 @@ async def own_key(gateway: GatewayDep, caller: CallerDep) -> OwnKey:
     audit="apikey_delete",
     errors=[PermissionDenied],
 )
-async def delete_own_key(gateway: GatewayDep, caller: CallerDep, audit: AuditDep) -> None:
+async def delete_own_key(access: AccessDep) -> None:
     """Revoke the caller's key, or the key of its token. The local key cannot be deleted, because
     the commands on this machine use it."""
-    audit.note(caller.key_id)
-    key = gateway.keys.get(caller.key_id)
+    access.audit.note(access.caller.key_id)
+    key = access.gateway.keys.get(access.caller.key_id)
     if key is not None and key.local:
         raise PermissionDenied(
             "this is the local key of the gateway, so it cannot be deleted here; to replace it, "
             "stop the gateway, remove the file api_key in its data directory (or change "
             "TANDEM_API_KEY) and start it again"
         )
-    await gateway.keys.revoke(caller.key_id)
+    await access.gateway.keys.revoke(access.caller.key_id)
 
 
 @audit_router.operation("GET", "/audit", role="admin")
 async def audit_log(
-    gateway: GatewayDep,
+    access: AccessDep,
     event_type: Annotated[EventType, Query()] = "all",
     day: Annotated[Day | Omitted, Query()] = None,
 ) -> AuditLogPage:
     """Return the audit log of a day (UTC; today by default), oldest first."""
     today = dt.datetime.now(dt.UTC).date()
-    found = await gateway.audit.of_day(day=day or today, event_type=event_type)
+    found = await access.gateway.audit.of_day(day=day or today, event_type=event_type)
     return AuditLogPage(entries=[_entry(entry) for entry in found])
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from fastapi import Query
 
-from gateway.api.dependencies import CallerDep, GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, Moment, ProjectFilter, Time, UserMetadata
 from gateway.api.routing import Router
 from gateway.owners.auth.identity import urn_of
@@ -74,8 +74,7 @@ class CheckpointStorage(Answer):
     rules=["The window begins and ends on the hour, and has 14 days at most."],
 )
 async def usage_events(
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     starting_on: Annotated[Moment, Query()],
     ending_before: Annotated[Moment, Query()],
     project_id: Annotated[ProjectFilter, Query()] = None,
@@ -83,8 +82,8 @@ async def usage_events(
 ) -> UsageEvents:
     """Return the window's usage by hour."""
     _check_window(starting_on, ending_before)
-    report = await gateway.usage_reports.events(
-        caller,
+    report = await access.gateway.usage_reports.events(
+        access.caller,
         starting_on=round(starting_on.timestamp()),
         ending_before=round(ending_before.timestamp()),
         project_id=project_id,
@@ -98,10 +97,10 @@ async def usage_events(
 
 @router.operation("GET", "/checkpoints/current", role="reader")
 async def checkpoint_storage(
-    gateway: GatewayDep, caller: CallerDep, project_id: Annotated[ProjectFilter, Query()] = None
+    access: AccessDep, project_id: Annotated[ProjectFilter, Query()] = None
 ) -> CheckpointStorage:
     """Return the current checkpoints and their bytes, by project and owner."""
-    items = await gateway.checkpoints.storage_use(caller, project_id=project_id)
+    items = await access.gateway.checkpoints.storage_use(access.caller, project_id=project_id)
     return CheckpointStorage(
         data=[
             StorageOfProject(

@@ -15,9 +15,6 @@ from gateway.api.dependencies import (
     CHECKPOINT,
     Access,
     AccessDep,
-    AuditDep,
-    BaseUrl,
-    GatewayDep,
     OwnCheckpoint,
     ReadableCheckpoint,
 )
@@ -26,7 +23,6 @@ from gateway.api.routing import Router, file_response
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.copies import CopyRequest
 from gateway.checkpoints.downloads import PREFIX, Address
-from gateway.core import Gateway
 from gateway.identifiers import check_ttl, run_id_of
 from tandem.errors import (
     AddressExpired,
@@ -175,21 +171,21 @@ async def user_checkpoints(
 
 
 @router.operation("DELETE", _ONE, role="member", audit="checkpoint_delete")
-async def delete_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+async def delete_checkpoint(checkpoint: OwnCheckpoint, access: AccessDep) -> None:
     """Delete a checkpoint and its files."""
-    await gateway.checkpoints.delete(checkpoint)
+    await access.gateway.checkpoints.delete(checkpoint)
 
 
 @router.operation("POST", f"{_ONE}/publish", role="member", audit="checkpoint_publish")
-async def publish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+async def publish_checkpoint(checkpoint: OwnCheckpoint, access: AccessDep) -> None:
     """Let every key holder read the checkpoint. Idempotent."""
-    await gateway.checkpoints.change(checkpoint, public=True)
+    await access.gateway.checkpoints.change(checkpoint, public=True)
 
 
 @router.operation("DELETE", f"{_ONE}/publish", role="member", audit="checkpoint_unpublish")
-async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+async def unpublish_checkpoint(checkpoint: OwnCheckpoint, access: AccessDep) -> None:
     """Make a published checkpoint private again."""
-    await gateway.checkpoints.change(checkpoint, public=False)
+    await access.gateway.checkpoints.change(checkpoint, public=False)
 
 
 @router.operation(
@@ -199,10 +195,10 @@ async def unpublish_checkpoint(checkpoint: OwnCheckpoint, gateway: GatewayDep) -
     audit="checkpoint_ttl_set",
     rules=["From an hour to ten years."],
 )
-async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: GatewayDep) -> None:
+async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, access: AccessDep) -> None:
     """Set a checkpoint's expiry in seconds from now; null: never."""
     check_ttl(body.ttl_seconds)
-    await gateway.checkpoints.set_ttl(checkpoint, body.ttl_seconds)
+    await access.gateway.checkpoints.set_ttl(checkpoint, body.ttl_seconds)
 
 
 @router.operation(
@@ -211,9 +207,7 @@ async def set_checkpoint_ttl(body: Ttl, checkpoint: OwnCheckpoint, gateway: Gate
     role="reader",
     rules=["The checkpoint must be one that was exported."],
 )
-async def external_weights_urls(
-    checkpoint: ReadableCheckpoint, gateway: GatewayDep, base_url: BaseUrl
-) -> SignedUrls:
+async def external_weights_urls(checkpoint: ReadableCheckpoint, access: AccessDep) -> SignedUrls:
     """Return signed addresses of an export's files. They need no key for an hour."""
     if checkpoint.path.kind != "external_weights":
         raise InvalidRequest(
@@ -221,15 +215,15 @@ async def external_weights_urls(
             "save_weights_external (`tinker checkpoint download` does that for a training "
             "checkpoint)"
         )
-    return await _signed(gateway, checkpoint, base_url)
+    return await _signed(access, checkpoint)
 
 
 @own_router.operation("GET", "/checkpoints/files", role="reader")
 async def checkpoint_files(
-    path: Annotated[str, Query(), CHECKPOINT], access: AccessDep, base_url: BaseUrl
+    path: Annotated[str, Query(), CHECKPOINT], access: AccessDep
 ) -> SignedUrls:
     """Return signed addresses of any checkpoint's files (`?path=tinker://…`)."""
-    return await _signed(access.gateway, await access.checkpoint(path), base_url)
+    return await _signed(access, await access.checkpoint(path))
 
 
 @router.operation("POST", "/weights_info", role="reader", audit=None)
@@ -271,7 +265,6 @@ async def weights_info(body: Annotated[TinkerPath, CHECKPOINT], access: AccessDe
 async def copy_weights(
     body: CopyWeights,
     access: AccessDep,
-    audit: AuditDep,
     x_tinker_weights_access_token: Annotated[
         str | Omitted, Header(description="Another key, which may read the source")
     ] = None,
@@ -307,13 +300,13 @@ async def copy_weights(
             idempotency_key=x_idempotency_key,
         )
     )
-    audit.note(path, source=body.source_path)
+    access.audit.note(path, source=body.source_path)
     return Copied(tinker_path=path)
 
 
 async def _pinned_file(
     request: Request,
-    gateway: GatewayDep,
+    access: AccessDep,
     run_id: PathText,
     kind: PathText,
     name: PathText,
@@ -324,7 +317,7 @@ async def _pinned_file(
 ) -> AsyncIterator[Path]:
     """Yield the file and pin it until the last byte is sent, even if its checkpoint is deleted."""
     address = Address(run_id, kind, name, file, folder, expires, signature)
-    async with gateway.downloads.reading(address, method=request.method) as path:
+    async with access.gateway.downloads.reading(address, method=request.method) as path:
         yield path
 
 
@@ -349,9 +342,9 @@ def optimizer_name(name: Literal["adamw", "dimuon"]) -> OptimizerName:
     return OptimizerName(type=name, version=1) if name == "dimuon" else OptimizerName(type=name)
 
 
-async def _signed(gateway: Gateway, checkpoint: Checkpoint, base_url: str) -> SignedUrls:
-    addresses, expires = await gateway.downloads.sign(checkpoint.path)
-    urls = {name: f"{base_url}{address}" for name, address in addresses.items()}
+async def _signed(access: Access, checkpoint: Checkpoint) -> SignedUrls:
+    addresses, expires = await access.gateway.downloads.sign(checkpoint.path)
+    urls = {name: f"{access.base_url}{address}" for name, address in addresses.items()}
     return SignedUrls(urls=urls, expires=expires)
 
 

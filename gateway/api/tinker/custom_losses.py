@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 from tandem.errors import CustomLossInvalid, SessionFinished, UnknownSession
@@ -33,17 +33,15 @@ class CustomLossAccepted(Answer):
     errors=[UnknownSession, SessionFinished, CustomLossInvalid],
     rules=["The rest of the body is the traced loss (docs/training.md)."],
 )
-async def create_custom_loss(
-    body: CreateCustomLoss, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
-) -> CustomLossAccepted:
+async def create_custom_loss(body: CreateCustomLoss, access: AccessDep) -> CustomLossAccepted:
     """Register a traced loss. An invalid one is refused at once, so that the SDK raises its typed
     error."""
     session = await access.session(body.session_id)
-    loss_id = await gateway.custom_losses.create(
+    loss_id = await access.gateway.custom_losses.create(
         session_id=session.id,
         owner=session.owner,
         number=body.custom_loss_seq_id,
-        definition=raw,
+        definition=await access.raw_body(),
     )
-    audit.note(loss_id)
+    access.audit.note(loss_id)
     return CustomLossAccepted(request_id=loss_id)

@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 from starlette.responses import FileResponse, Response
 
-from gateway.api.dependencies import AccessDep, GatewayDep, access_of
+from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, BoundedRequest, parse
 from gateway.api.routing import Router, binary, json_content, model_response
@@ -174,7 +174,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
     200 with the result, or with `{"error", "category", "type"}` if the operation failed. 408 while
     it is not finished, 410 for a sample to request again, 404 otherwise. A large result is answered
     with its size if the client allows that."""
-    access = access_of(request)
+    access = Access(request)
     gateway = access.gateway
     body = await request.read(partial(parse, Retrieve))
     request_id = body.request_id
@@ -242,7 +242,7 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
     errors=[UnknownRequest],
     rules=["Only samples can be cancelled."],
 )
-async def cancel_future(body: Cancel, gateway: GatewayDep, access: AccessDep) -> None:
+async def cancel_future(body: Cancel, access: AccessDep) -> None:
     """Cancel a sample, here and in its engine. Idempotent: 204 also for a finished or forgotten
     one. Operations of a run cannot be cancelled, because later ones build on them."""
     request_id = body.request_id
@@ -254,7 +254,7 @@ async def cancel_future(body: Cancel, gateway: GatewayDep, access: AccessDep) ->
         raise InvalidRequest(
             f"{request_id} is an operation of a run; only samples can be cancelled"
         )
-    gateway.samplers.cancel(request_id)
+    access.gateway.samplers.cancel(request_id)
 
 
 def _gone(sentence: str) -> Response:

@@ -17,12 +17,8 @@ from starlette.responses import Response
 from gateway.api.dependencies import (
     Access,
     AccessDep,
-    AuditDep,
-    GatewayDep,
-    OwnSamplingSession,
-    access_of,
 )
-from gateway.api.fields import Answer
+from gateway.api.fields import Answer, PathText
 from gateway.api.request_body import (
     TOKENS_BODY,
     BoundedRequest,
@@ -179,7 +175,7 @@ class SamplerInfo(Answer):
 async def asample(request: BoundedRequest) -> Response:
     """Ask for samples. Idempotent: a repeated seq_id with the same request returns the original
     request_id. 429 when too many samples wait."""
-    access = access_of(request)
+    access = Access(request)
     gateway = access.gateway
 
     def read(raw: bytes) -> tuple[Sample, sampler_pb2.SampleRequest, bytes]:
@@ -240,12 +236,12 @@ async def asample(request: BoundedRequest) -> Response:
     rules=["Either `base_model` or `model_path` is needed, and the path must be one."],
 )
 async def create_sampling_session(
-    body: CreateSamplingSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
+    body: CreateSamplingSession, access: AccessDep
 ) -> CreatedSamplingSession:
     """Begin to sample from a base model or a checkpoint. The engine starts with the first
     sample."""
     await access.session(body.session_id)
-    session = await gateway.sampling.create(
+    session = await access.gateway.sampling.create(
         session_id=body.session_id,
         number=body.sampling_session_seq_id,
         base_model=body.base_model,
@@ -253,23 +249,24 @@ async def create_sampling_session(
         readers=access.readers(),
     )
     await access.session(body.session_id)  # it may have ended meanwhile
-    audit.note(session.id)
+    access.audit.note(session.id)
     return CreatedSamplingSession(type="create_sampling_session", sampling_session_id=session.id)
 
 
 @router.operation(
     "POST", "/join_sampling_session", role="member", audit=None, errors=[UnknownSampler]
 )
-async def join_sampling_session(body: Join, gateway: GatewayDep, access: AccessDep) -> Joined:
+async def join_sampling_session(body: Join, access: AccessDep) -> Joined:
     """Return a number for another client of a sampling session, such as an unpickled one."""
     await access.sampling_session(body.sampling_session_id)
-    number = await gateway.sampling.join(body.sampling_session_id)
+    number = await access.gateway.sampling.join(body.sampling_session_id)
     return Joined(type="join_sampling_session", client_counter=number)
 
 
-@router.operation("GET", "/samplers/{sampler_id}", role="reader")
-async def get_sampler(session: OwnSamplingSession) -> SamplerInfo:
+@router.operation("GET", "/samplers/{sampler_id}", role="reader", errors=[UnknownSampler])
+async def get_sampler(sampler_id: PathText, access: AccessDep) -> SamplerInfo:
     """Return a sampling session's base model and checkpoint."""
+    session = await access.sampling_session(sampler_id)
     return SamplerInfo.of(session, sampler_id=session.id, model_path=session.model_path or None)
 
 

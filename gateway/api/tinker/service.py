@@ -7,7 +7,7 @@ from typing import Literal, NoReturn
 
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import GatewayDep
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer
 from gateway.api.routing import Router
 from tandem.errors import SdkTooOld, StorageFailed, StorageFull
@@ -89,15 +89,15 @@ async def healthz() -> Health:
 
 
 @router.operation("GET", "/readyz", role="none", errors=[StorageFailed, StorageFull])
-async def readyz(gateway: GatewayDep) -> Readiness:
+async def readyz(access: AccessDep) -> Readiness:
     """Answer while the gateway can accept work: the database is writable, and the disk has
     `TANDEM_MIN_FREE_BYTES` free."""
-    await gateway.check_ready()
+    await access.gateway.check_ready()
     return Readiness(status="ready")
 
 
 @router.operation("POST", "/client/config", role="reader", audit=None, rules=SDK_VERSION)
-async def client_config(gateway: GatewayDep, body: ClientVersion = _NO_VERSION) -> ClientConfig:
+async def client_config(access: AccessDep, body: ClientVersion = _NO_VERSION) -> ClientConfig:
     """Return the client's configuration. Clients call it first, so an SDK that is too old is
     refused before anything else."""
     check_sdk_version(body.sdk_version)
@@ -110,7 +110,7 @@ async def client_config(gateway: GatewayDep, body: ClientVersion = _NO_VERSION) 
         # arrive.
         parallel_fwdbwd_chunks=True,
         # Compression pays only on slow networks.
-        proto_compress_fwdbwd=gateway.settings.compress_payloads,
+        proto_compress_fwdbwd=access.gateway.settings.compress_payloads,
         # A poll per sample is as fast and survives a restart of the gateway. The common poll cannot
         # report lost samples.
         sample_use_retrieve_futures=False,
@@ -129,17 +129,17 @@ async def dynamic_config() -> DynamicConfig:
 
 
 @router.operation("GET", "/get_server_capabilities", role="reader")
-async def capabilities(gateway: GatewayDep) -> Capabilities:
+async def capabilities(access: AccessDep) -> Capabilities:
     """Return the registered base models. `max_context_length` is the model's limit, or its last
     engine's KV cache if that is smaller."""
     found = [
         SupportedModel(
             model_name=m.name,
-            max_context_length=gateway.models.context_length(m),
+            max_context_length=access.gateway.models.context_length(m),
             trainable=True,
             sampleable=True,
         )
-        for m in gateway.models.all()
+        for m in access.gateway.models.all()
     ]
     return Capabilities(supported_models=found)
 
@@ -157,9 +157,9 @@ async def forward_of_old_sdk() -> NoReturn:
 
 
 @router.operation("POST", "/telemetry", role="reader", audit=None)
-async def telemetry(batch: TelemetryBatch, gateway: GatewayDep) -> Accepted:
+async def telemetry(batch: TelemetryBatch, access: AccessDep) -> Accepted:
     """Count and drop the client's telemetry."""
-    gateway.metrics.telemetry_events.inc(len(batch.events))
+    access.gateway.metrics.telemetry_events.inc(len(batch.events))
     return Accepted(status="accepted")
 
 

@@ -11,10 +11,6 @@ from starlette.responses import StreamingResponse
 
 from gateway.api.dependencies import (
     AccessDep,
-    AuditDep,
-    BaseUrl,
-    CallerDep,
-    GatewayDep,
     PastSession,
 )
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
@@ -159,9 +155,7 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
     rules=[*SDK_VERSION, ASKS],
     bounds=STORED_BODY,
 )
-async def create_session(
-    body: CreateSession, gateway: GatewayDep, access: AccessDep, audit: AuditDep
-) -> CreatedSession:
+async def create_session(body: CreateSession, access: AccessDep) -> CreatedSession:
     """Begin a session. An SDK that is too old is refused. An untested one gets a warning for its
     log."""
     warning = check_sdk_version(body.sdk_version)
@@ -169,13 +163,13 @@ async def create_session(
         None,
         body.user_metadata,
         model="",
-        settings=gateway.settings,
-        groups=gateway.groups(),
+        settings=access.gateway.settings,
+        groups=access.gateway.groups(),
         admin=access.caller.role == "admin",
     )
     fields = body.model_dump() | {"project_id": body.project_id or ""}
-    session = await gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
-    audit.note(session.id)
+    session = await access.gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
+    access.audit.note(session.id)
     return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
 
 
@@ -186,15 +180,13 @@ async def create_session(
     audit="session_finish",
     errors=[UnknownSession],
 )
-async def finish_session(
-    session_id: PathText, body: Finish, gateway: GatewayDep, access: AccessDep, audit: AuditDep
-) -> None:
+async def finish_session(session_id: PathText, body: Finish, access: AccessDep) -> None:
     """End a session. Answers when its workers have stopped, or should have. Only the first reason
     counts."""
-    audit.note(session_id, reason=body.reason.type)
+    access.audit.note(session_id, reason=body.reason.type)
     with suppress(SessionFinished):  # an ended session keeps its reason; this waits for the end
         await access.session(session_id)
-    await gateway.end_session(
+    await access.gateway.end_session(
         session_id=session_id,
         state="finished",
         reason=body.reason.type,
@@ -204,15 +196,14 @@ async def finish_session(
 
 @router.operation("GET", "/sessions", role="reader")
 async def list_sessions(
-    gateway: GatewayDep,
-    caller: CallerDep,
+    access: AccessDep,
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> SessionIds:
     """Return a page of session ids, newest first."""
-    found = await gateway.session_queries.session_ids(
-        caller, scope=access_scope, limit=limit, offset=offset
+    found = await access.gateway.session_queries.session_ids(
+        access.caller, scope=access_scope, limit=limit, offset=offset
     )
     return SessionIds(sessions=found)
 
@@ -224,12 +215,12 @@ async def list_sessions(
     audit=None,
     rules=["A cursor must be that of a page before, for the same filters."],
 )
-async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) -> SessionPage:
+async def search_sessions(body: Search, access: AccessDep) -> SessionPage:
     """Return a page of summaries, newest first, and the next cursor."""
-    sessions, next_cursor = await gateway.session_queries.search(
-        body, caller, limit=body.limit, cursor=body.cursor
+    sessions, next_cursor = await access.gateway.session_queries.search(
+        body, access.caller, limit=body.limit, cursor=body.cursor
     )
-    storage = await gateway.run_queries.storage_of([session.id for session in sessions])
+    storage = await access.gateway.run_queries.storage_of([session.id for session in sessions])
     return SessionPage(
         sessions=[_summary(s, storage.get(s.id, Storage())) for s in sessions],
         next_cursor=NextPage.of(next_cursor) if next_cursor is not None else None,
@@ -238,30 +229,27 @@ async def search_sessions(body: Search, gateway: GatewayDep, caller: CallerDep) 
 
 @router.operation("GET", "/sessions/{session_id}", role="reader", errors=[UnknownSession])
 async def get_session(
-    session_id: PathText,
-    gateway: GatewayDep,
-    caller: CallerDep,
-    access_scope: Annotated[Scope, Query()] = "owned",
+    session_id: PathText, access: AccessDep, access_scope: Annotated[Scope, Query()] = "owned"
 ) -> SessionContents:
     """Return a session's runs, samplers and metadata."""
-    session = await gateway.session_queries.session(session_id, caller, scope=access_scope)
-    run_ids, sampler_ids = await gateway.session_queries.contents(session_id)
+    session = await access.gateway.session_queries.session(
+        session_id, access.caller, scope=access_scope
+    )
+    run_ids, sampler_ids = await access.gateway.session_queries.contents(session_id)
     return SessionContents.of(session, training_run_ids=run_ids, sampler_ids=sampler_ids)
 
 
 @router.operation("PUT", "/sessions/{session_id}/project", role="member", audit="project_assign")
-async def assign_session_project(
-    body: Project, session: PastSession, gateway: GatewayDep, audit: AuditDep
-) -> None:
+async def assign_session_project(body: Project, session: PastSession, access: AccessDep) -> None:
     """Move the session, its runs and their usage into a project."""
-    audit.note(session.id, project_id=body.project_id, before=session.project_id)
-    await gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
+    access.audit.note(session.id, project_id=body.project_id, before=session.project_id)
+    await access.gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
 
 
 @router.operation("GET", "/sessions/{session_id}/trace_export", role="reader")
-async def trace_export(session: PastSession, gateway: GatewayDep, base_url: BaseUrl) -> TraceExport:
+async def trace_export(session: PastSession, access: AccessDep) -> TraceExport:
     """Return the signed address of the session's trace until now."""
-    url = f"{base_url}{gateway.traces.address(session.id)}"
+    url = f"{access.base_url}{access.gateway.traces.address(session.id)}"
     return TraceExport(status="ready", url=url, error=None)
 
 
@@ -273,13 +261,13 @@ async def trace_export(session: PastSession, gateway: GatewayDep, base_url: Base
     responses={200: file_response("application/json", "A trace, as the Chrome trace viewer reads")},
 )
 async def trace_file(
-    gateway: GatewayDep,
+    access: AccessDep,
     file: PathText,
     expires: Annotated[str, Query()] = "",
     signature: Annotated[str, Query()] = "",
 ) -> StreamingResponse:
     """Return a session's trace, generated while it is sent."""
-    content = gateway.traces.generate(file=file, expires=expires, signature=signature)
+    content = access.gateway.traces.generate(file=file, expires=expires, signature=signature)
     return StreamingResponse(
         content,
         media_type="application/json",

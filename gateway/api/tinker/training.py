@@ -13,10 +13,9 @@ from typing import Annotated, TypeVar
 
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.dependencies import access_of, audit_note_of
+from gateway.api.dependencies import Access, AccessDep
 from gateway.api.request_body import (
     JSON,
     PAYLOAD_BODY,
@@ -121,7 +120,7 @@ _JOURNAL = Refuses(UnknownRun, SessionFinished, SequenceTaken, Overloaded, rules
 
 
 async def _submit(
-    request: Request,
+    access: Access,
     addressed: Addressed,
     kind: Kind,
     read: Callable[[dict[str, object]], Body],
@@ -130,8 +129,7 @@ async def _submit(
 ) -> OperationAccepted:
     """Put an operation into the run's journal, or its failure if `read` refuses its fields. `raw`
     is the body for the journal, if not all of it."""
-    access, audit = access_of(request), audit_note_of(request)
-    raw = await request.body() if raw is None else raw
+    raw = await access.raw_body() if raw is None else raw
     run_id, seq_id = addressed.model_id, addressed.seq_id
     await access.run(run_id)
     body: Body | None = None
@@ -140,7 +138,7 @@ async def _submit(
         check_small(raw)
         body = read(addressed.model_extra or {})
         check_body(body)
-        audit.note(_target(run_id, body))
+        access.audit.note(_target(run_id, body))
     except UserError as error:
         refused = error
     await access.gateway.admission.submit(
@@ -197,7 +195,7 @@ async def forward_backward(request: BoundedRequest) -> Response:
         raise refused or MalformedPayload(
             "the body is not a ForwardBackwardRequest: model_id or seq_id is missing"
         )
-    access = access_of(request)
+    access = Access(request)
     await access.run(routing.model_id)
     # The registered loss, if any. The trainer refuses a missing id.
     loss = routing.loss_fn_config_v2.get("loss_id")
@@ -227,14 +225,14 @@ async def forward_backward(request: BoundedRequest) -> Response:
     rules=["A step takes either `adam_params` or `optimizer_params`."],
     body_schema=OptimStepFields,
 )
-async def optim_step(body: Annotated[Addressed, _JOURNAL], request: Request) -> OperationAccepted:
+async def optim_step(body: Annotated[Addressed, _JOURNAL], access: AccessDep) -> OperationAccepted:
     """Apply the gradients since the last step."""
-    return await _submit(request, body, "optim_step", _optim_step)
+    return await _submit(access, body, "optim_step", _optim_step)
 
 
 def _add_save(kind: Kind, fields: type[Saved], about: str) -> None:
-    async def save(body: Annotated[Addressed, _JOURNAL], request: Request) -> OperationAccepted:
-        return await _submit(request, body, kind, partial(validate, fields))
+    async def save(body: Annotated[Addressed, _JOURNAL], access: AccessDep) -> OperationAccepted:
+        return await _submit(access, body, kind, partial(validate, fields))
 
     save.__name__, save.__doc__ = kind, about
     router.operation(
@@ -266,12 +264,11 @@ _add_save("save_weights_external", SaveWeightsExternal, "Export a run's weights 
     body_schema=LoadWeights,
 )
 async def load_weights(
-    body: Annotated[AddressedOrNew, _JOURNAL], request: Request
+    body: Annotated[AddressedOrNew, _JOURNAL], access: AccessDep
 ) -> OperationAccepted:
     """Load a saved state into a new run (`session_id`, `model_seq_id`), or into an existing one
     (`model_id`)."""
-    access, raw = access_of(request), await request.body()
-    gateway = access.gateway
+    gateway, raw = access.gateway, await access.raw_body()
     readers = access.readers(token=body.weights_access_token)
     fields = body.model_dump(exclude={"weights_access_token"}, exclude_unset=True)
     if "weights_access_token" in body.model_fields_set:  # the journal must not store the token
@@ -281,7 +278,7 @@ async def load_weights(
         return validate(LoadWeights, fields).on_behalf_of(readers)
 
     if body.session_id is None:
-        return await _submit(request, validate(Addressed, fields), "load_weights", read, raw=raw)
+        return await _submit(access, validate(Addressed, fields), "load_weights", read, raw=raw)
     check_small(raw)
     new, load = validate(CreateViaLoad, fields), read(fields)
     await access.session(new.session_id)
@@ -302,7 +299,7 @@ async def load_weights(
         admin=access.caller.role == "admin",
     )
     run_id = run_id_of(session_id=new.session_id, model_seq_id=new.model_seq_id)
-    audit_note_of(request).note(run_id, load=load.path)
+    access.audit.note(run_id, load=load.path)
     return accepted(run_id, 0)
 
 

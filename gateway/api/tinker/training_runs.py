@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Query
 from pydantic import BaseModel, Field
 
-from gateway.api.dependencies import AccessDep, AuditDep, GatewayDep, RawBody
+from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, Limit, Offset, PathText, ProjectFilter, Time, UserMetadata
 from gateway.api.request_body import STORED_BODY
 from gateway.api.routing import Router
@@ -127,27 +127,25 @@ class RunPage(Answer):
     ],
     bounds=STORED_BODY,
 )
-async def create_model(
-    body: CreateModel, raw: RawBody, gateway: GatewayDep, access: AccessDep, audit: AuditDep
-) -> OperationAccepted:
+async def create_model(body: CreateModel, access: AccessDep) -> OperationAccepted:
     """Begin a training run. A user's mistake is answered at once, so that the SDK raises its typed
     error."""
     await access.session(body.session_id)
     optimizer = known_optimizer(body.optimizer_config)
-    model, full = model_of(gateway, body.base_model, body.user_metadata)
+    model, full = model_of(access.gateway, body.base_model, body.user_metadata)
     lora = None if full or body.lora_config is None else _lora_spec(body.lora_config)
-    await gateway.runs.create(
+    await access.gateway.runs.create(
         session_id=body.session_id,
         model_seq_id=body.model_seq_id,
         model=model,
         training=TrainingSpec(lora=lora, optimizer=optimizer),
         load=None,
         user_metadata=body.user_metadata,
-        request=raw,
+        request=await access.raw_body(),
         admin=access.caller.role == "admin",
     )
     run_id = run_id_of(session_id=body.session_id, model_seq_id=body.model_seq_id)
-    audit.note(run_id, base_model=body.base_model)
+    access.audit.note(run_id, base_model=body.base_model)
     return accepted(run_id, 0)
 
 
