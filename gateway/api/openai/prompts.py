@@ -6,14 +6,15 @@ import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 from gateway.api.errors import InvalidField
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     InferenceRequest,
-    Json,
+    PlainFormat,
+    SchemaFormat,
 )
 from gateway.api.openai.tokenizer import ModelTokenizer, offsets_of
 from tandem.errors import EmptyBatch, TokenOutOfVocabulary
@@ -76,7 +77,7 @@ def sampling_params(
     request: InferenceRequest, tokenizer: ModelTokenizer
 ) -> sampler_pb2.SamplingParams:
     """Return the engine's parameters, with the model's end tokens as stop tokens. Raises
-    `InvalidField` for wrong stop strings or token ids."""
+    `InvalidField` for wrong stop strings."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
         raise InvalidField(
@@ -84,10 +85,6 @@ def sampling_params(
             param="stop",
         )
     tokens = request.stop_token_ids or []
-    if any(not 0 <= token <= _MAX_TOKEN_ID for token in tokens):
-        raise InvalidField(
-            "stop_token_ids holds a number that is not a token id", param="stop_token_ids"
-        )
     ends = [] if request.ignore_eos else [t for t in tokenizer.end_tokens if t not in tokens]
     return sampler_pb2.SamplingParams(
         max_tokens=request.max_tokens,
@@ -130,74 +127,38 @@ def _int32(tokens: Sequence[int]) -> bytes:
 
 # --- Structured output ---------------------------------------------------------------------
 
-_STRUCTURES = {
-    "regex": "a text",
-    "json": "a JSON schema",
-    "choice": "a list of texts",
-    "grammar": "a Lark grammar",
-    "json_object": "true",
-}
-"""vLLM's `structured_outputs`, each with its type of value."""
-
 
 def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput | None:
     """Return the required form of samples, from OpenAI's `response_format` or vLLM's fields, None
     for free text. The sampler checks the form. Raises `InvalidField`."""
     asked: list[tuple[str, str, object]] = []
-    if request.response_format is not None:
-        asked += _response_format(request.response_format)
+    match request.response_format:
+        case SchemaFormat(json_schema=described):
+            asked.append(("response_format", "json", described.schema_))
+        case PlainFormat(type="json_object"):
+            asked.append(("response_format", "json_object", True))
     for kind in ("json", "regex", "choice", "grammar"):
         value: object = getattr(request, f"guided_{kind}")
         if value is not None:
             asked.append((f"guided_{kind}", kind, value))
-    for kind, value in (request.structured_outputs or {}).items():
-        if value is not None and value is not False:
-            asked.append((f"structured_outputs.{kind}"[:100], kind, value))
-    structures = [_structure(kind, value, param=param) for param, kind, value in asked]
+    if (given := request.structured_outputs) is not None:
+        for kind, value in given.model_dump(by_alias=True, exclude_none=True).items():
+            asked.append((f"structured_outputs.{kind}", kind, value))
     if len(asked) > 1:
         names = " and ".join(param for param, _kind, _value in asked)
         raise InvalidField(f"a sample can have one form; given: {names}", param=asked[1][0])
-    return structures[0] if structures else None
+    return _structure(*asked[0][1:]) if asked else None
 
 
-def _response_format(value: Json) -> list[tuple[str, str, object]]:
-    match value.get("type"):
-        case "text":
-            return []
-        case "json_object":
-            return [("response_format", "json_object", True)]
-        case "json_schema":
-            described = value.get("json_schema")
-            schema = described.get("schema") if isinstance(described, dict) else None
-            if schema is None:
-                raise InvalidField(
-                    "response_format has no json_schema.schema", param="response_format"
-                )
-            return [("response_format", "json", schema)]
-        case other:
-            raise InvalidField(
-                f"response_format has the type {str(other)[:100]!r}; known: text, json_object, "
-                "json_schema",
-                param="response_format",
-            )
-
-
-def _structure(kind: str, value: object, *, param: str) -> sampler_pb2.StructuredOutput:
-    match kind, value:
-        case "json_object", _:
-            return sampler_pb2.StructuredOutput(json_object=True)
-        case "regex", str():
-            return sampler_pb2.StructuredOutput(regex=value)
-        case "grammar", str():
-            return sampler_pb2.StructuredOutput(lark=value)
-        case "json", str():
-            return sampler_pb2.StructuredOutput(json_schema=value)
-        case "json", dict() | bool():
-            return sampler_pb2.StructuredOutput(json_schema=json.dumps(value, ensure_ascii=False))
-        case "choice", list() if all(isinstance(text, str) for text in value):
+def _structure(kind: str, value: Any) -> sampler_pb2.StructuredOutput:
+    match kind:
+        case "json":
+            schema = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            return sampler_pb2.StructuredOutput(json_schema=schema)
+        case "choice":
             choices = sampler_pb2.StructuredOutput.Choices(choices=value)
             return sampler_pb2.StructuredOutput(choice=choices)
-    if kind not in _STRUCTURES:
-        known = ", ".join(_STRUCTURES)
-        raise InvalidField(f"{param} is not offered; known: {known}", param=param)
-    raise InvalidField(f"{param} must be {_STRUCTURES[kind]}", param=param)
+        case "grammar":
+            return sampler_pb2.StructuredOutput(lark=value)
+        case _:
+            return sampler_pb2.StructuredOutput(**{kind: value})

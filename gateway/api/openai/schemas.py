@@ -16,6 +16,7 @@ from gateway.api.request_body import FirstFault
 
 Json = dict[str, object]
 Ints = Annotated[list[int], FirstFault()]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], FirstFault()]
 Texts = Annotated[list[str], FirstFault()]
 Objects = Annotated[list[Json], FirstFault()]
 FinishReason = Literal["stop", "length"]
@@ -36,6 +37,41 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
+class PlainFormat(BaseModel):
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(BaseModel):
+    schema_: Json | bool | str = Field(alias="schema")
+
+
+class SchemaFormat(BaseModel):
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's forms of a sample, of which one may be given. False or null is none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    regex: str | None = None
+    json_: Json | bool | str | None = Field(None, alias="json")
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_none(cls, fields: object) -> object:
+        if not isinstance(fields, dict):
+            return fields
+        return {k: value for k, value in fields.items() if value is not None and value is not False}
+
+
+ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
+
+
 class SamplingFields(BaseModel):
     """The common request fields. `n` is the number of choices per prompt. After validation,
     `max_tokens` is None only without a limit."""
@@ -50,7 +86,7 @@ class SamplingFields(BaseModel):
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | Texts | None = None
-    stop_token_ids: Ints | None = None
+    stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -59,8 +95,8 @@ class SamplingFields(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Json | None = None
-    structured_outputs: Json | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     guided_json: Json | str | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
