@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from tandem.errors import InvalidRequest, UnknownWeights, UnsupportedInput
+from tandem.errors import (
+    InvalidRequest,
+    UnknownRequest,
+    UnknownRun,
+    UnknownSampler,
+    UnknownWeights,
+    UnsupportedInput,
+)
 from tandem.settings.chosen_names import is_run_id, model_name_fault, name_fault
 from tandem.weights.store import version_path
 
@@ -144,3 +151,24 @@ def relative_version_folder(name: str) -> str:
     """Return a weight version's folder, relative to the data directory:
     `weights/s-ab12_train_0/v000003-9f2c41d0`."""
     return str(version_path(Path(), name))
+
+
+def unknown_run(run_id: str) -> UnknownRun:
+    return UnknownRun(
+        f"there is no training run {run_id!r} on this server, or it is another owner's; "
+        "`tandem runs list` shows yours"
+    )
+
+
+def unknown_sampler(sampler_id: str) -> UnknownSampler:
+    return UnknownSampler(
+        f"there is no sampling session {sampler_id!r} on this server, or it is another owner's; "
+        "make a new SamplingClient"
+    )
+
+
+def unknown_request(request_id: str) -> UnknownRequest:
+    return UnknownRequest(
+        f"there is no request {request_id!r} on this server, it is another owner's, or its result "
+        "is no longer kept; send it again"
+    )

@@ -76,12 +76,16 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.PermissionDenied: "this needs a key with the role admin; k-3fa2 is a key with the role "
     "member (an admin makes keys with `tandem keys create`)",
     errors.UnknownModel: "unknown model 'my/modle'; known: my/model",
-    errors.UnknownSession: "there is no session 's-ab12' on this server",
-    errors.UnknownRun: "there is no training run 's-ab12:train:0' on this server",
-    errors.UnknownSampler: "there is no sampling session 's-ab12:sample:0'",
+    errors.UnknownSession: "there is no session 's-ab12' on this server, or it is another "
+    "owner's; make a new ServiceClient",
+    errors.UnknownRun: "there is no training run 's-ab12:train:0' on this server, or it is "
+    "another owner's; `tandem runs list` shows yours",
+    errors.UnknownSampler: "there is no sampling session 's-ab12:sample:0' on this server, or it "
+    "is another owner's; make a new SamplingClient",
     errors.UnknownWeights: "there is no checkpoint 'tinker://s-ab12:train:0/weights/best'; it may "
-    "be deleted or expired",
-    errors.UnknownRequest: "there is no request 's-ab12:train:0:7' on this server",
+    "be deleted, expired or another owner's. `tandem checkpoints list` shows yours",
+    errors.UnknownRequest: "there is no request 's-ab12:train:0:7' on this server, it is "
+    "another owner's, or its result is no longer kept; send it again",
     errors.UnknownKey: "there is no key 'k-3fa2'; `tandem keys list` shows them",
     errors.UnknownGroup: "there is no group 'trian'; known: train, sample-1",
     UnknownEndpoint: "this server does not answer GET /models; /v1/models is there",
@@ -107,13 +111,14 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.StructuredOutputInvalid: "regex has 20000 bytes; at most 16384 are possible",
     errors.UnsuitableLora: "lora_config trains nothing; set one of train_attn, train_mlp and "
     "train_unembed",
-    errors.UnsupportedByBackend: "the trainer backend Mine cannot publish adapters",
+    errors.UnsupportedByBackend: "the trainer backend Mine cannot publish adapters; create the run "
+    "with another one (tandem.backend)",
     errors.CheckpointMismatch: "'tinker://s-ab12:train:0/weights/best' holds all parameters of its "
     "model, and this run trains a LoRA adapter; make a run from it with "
     "create_training_client_from_state",
     errors.EmptyBatch: "the batch has no datum; send at least one",
     errors.TokenOutOfVocabulary: "datum 3, position 17: token 151936 is outside the vocabulary of "
-    "151936 tokens (0 to 151935)",
+    "151936 tokens (0 to 151935); encode text with the model's tokenizer",
     errors.SequenceTooLong: "Prompt length plus max_tokens exceeds the model's context window: "
     "67984 prompt tokens + 4096 max_tokens > 65536.",
     errors.LossInputMissing: "datum 3 lacks 'advantages'; ppo needs target_tokens, logprobs, "
@@ -166,8 +171,9 @@ EXAMPLES: dict[type[TandemError], str] = {
     "try again after the operator has freed space",
     errors.PublishFailed: "the weights could not be encrypted: age ended with status 1",
     errors.LoadFailed: "v000004-7c1e: the engine's logprobs differ from the trainer's by 0.3, more "
-    "than 0.01",
-    errors.CheckpointDamaged: "checkpoint best-19af: rank-0-1.safetensors is damaged",
+    "than 0.01; save the weights again",
+    errors.CheckpointDamaged: "checkpoint best-19af: rank-0-1.safetensors is damaged; load "
+    "another checkpoint",
     errors.GradientsNotFinite: "the norm of the gradients is nan; they were dropped and the "
     "weights are unchanged. Look for extreme advantages, weights or learning rates",
     errors.Overloaded: "16384 queued operations of this owner are held already, 16384 at most "
@@ -176,7 +182,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "was not complete within 300 s; send it again",
     errors.InternalError: "KeyError in the gateway; see its log",
     UserError: "there is no log of 'trainer-1'; `tandem logs` lists the logs",
-    ServerError: "the gateway at http://127.0.0.1:8000 does not answer: connection refused",
+    ServerError: "the gateway at http://127.0.0.1:8000 does not answer: connection refused; "
+    "`tandem logs gateway` may show why",
     errors.UnknownSchema: "tandem.db has the schema '0042', which this release of Tandem does not "
     "know: another version made it, a newer one or one that was never released. Use that version "
     "again, or give this one an empty database and data directory (TANDEM_DATABASE_URL, "

@@ -16,7 +16,13 @@ from gateway.api.fields import PathText
 from gateway.api.routing import Refuses
 from gateway.checkpoints.catalog import Checkpoint, unknown_checkpoint
 from gateway.core import Gateway
-from gateway.identifiers import CheckpointPath, make_checkpoint_path
+from gateway.identifiers import (
+    CheckpointPath,
+    make_checkpoint_path,
+    unknown_request,
+    unknown_run,
+    unknown_sampler,
+)
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.owners.sessions.queries import SessionRecord
 from gateway.owners.sessions.registry import Session, why_ended
@@ -25,9 +31,6 @@ from tandem.errors import (
     PermissionDenied,
     SessionFinished,
     Unauthenticated,
-    UnknownRequest,
-    UnknownRun,
-    UnknownSampler,
     UnknownSession,
     UnknownWeights,
 )
@@ -89,13 +92,13 @@ class Access:
         try:
             return await self.session(run_id.partition(":train:")[0])
         except UnknownSession as error:
-            raise UnknownRun(f"there is no training run {run_id!r} on this server") from error
+            raise unknown_run(run_id) from error
 
     async def sampling_session(self, sampler_id: str) -> SamplingSession:
         """Return an active sampling session. Raises `UnknownSampler`, or `SessionFinished` if its
         session is ending."""
         if not await self._owns(sampler_id.partition(":sample:")[0]):
-            raise _unknown_sampler(sampler_id)
+            raise unknown_sampler(sampler_id)
         found = await self.gateway.sampling.require(sampler_id)
         await self.session(found.session_id)
         return found
@@ -104,14 +107,14 @@ class Access:
         """Check that a sampling session exists or existed. Raises `UnknownSampler`."""
         owned = await self._owns(sampler_id.partition(":sample:")[0])
         if not owned or not await self.gateway.sampling.known(sampler_id):
-            raise _unknown_sampler(sampler_id)
+            raise unknown_sampler(sampler_id)
 
     async def request(self, request_id: str) -> None:
         """Check that a request id belongs to the caller's session, and keep that alive. Raises
         `UnknownRequest`."""
         session_id = request_id.partition(":")[0]
         if not await self._owns(session_id):
-            raise UnknownRequest(f"there is no request {request_id!r} on this server")
+            raise unknown_request(request_id)
         self._keep_alive(session_id)
 
     def readers(self, *, token: str | None = None) -> Readers:
@@ -146,10 +149,6 @@ class Access:
         except UnknownSession:
             return False
         return True
-
-
-def _unknown_sampler(sampler_id: str) -> UnknownSampler:
-    return UnknownSampler(f"there is no sampling session {sampler_id!r}")
 
 
 async def _access(request: Request) -> Access:

@@ -280,7 +280,10 @@ class CheckpointCatalog:
 
 
 def unknown_checkpoint(path: str) -> UnknownWeights:
-    return UnknownWeights(f"there is no checkpoint {path!r}; it may be deleted or expired")
+    return UnknownWeights(
+        f"there is no checkpoint {path!r}; it may be deleted, expired or another owner's. "
+        "`tandem checkpoints list` shows yours"
+    )
 
 
 def insert_row(checkpoint: Checkpoint) -> Insert:

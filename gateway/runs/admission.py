@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 from sqlalchemy import select
 from sqlalchemy.exc import IntegrityError
 
-from gateway.identifiers import request_id_of
+from gateway.identifiers import request_id_of, unknown_run
 from gateway.owners.limits import Quotas, overloaded
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, Kind, Operation
@@ -21,7 +21,7 @@ from gateway.runs.run import Run
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs
-from tandem.errors import GatewayRestarted, SessionFinished, TandemError, UnknownRun
+from tandem.errors import GatewayRestarted, SessionFinished, TandemError
 
 _PAYLOAD_SHARE = 0.5
 """Share of an owner's memory for payloads that need not be read from the disk."""
@@ -141,7 +141,7 @@ class OperationAdmission:
             select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
         )
         if row is None:
-            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+            raise unknown_run(run_id)
         if row["error_type"] != GatewayRestarted.type:
             raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
         await self.journal.accept_failed(

@@ -12,10 +12,11 @@ from dataclasses import asdict, dataclass
 from sqlalchemy import RowMapping, func, or_, select, tuple_
 
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
+from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller, Scope, visible
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs, training_steps
-from tandem.errors import SessionFinished, UnknownRun
+from tandem.errors import SessionFinished
 from tandem.protocol.worker import TrainingSpec
 
 
@@ -91,7 +92,7 @@ class RunQueries:
             seen = or_(seen, published.exists())
         rows = await self._database.read(_RUNS.where(runs.c.id == run_id, seen))
         if not rows:
-            raise UnknownRun(f"there is no training run {run_id!r} on this server")
+            raise unknown_run(run_id)
         return (await self._described(rows))[0]
 
     async def runs(

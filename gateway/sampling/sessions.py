@@ -22,7 +22,12 @@ from sqlalchemy.exc import IntegrityError
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore, WeightVersion
-from gateway.identifiers import relative_version_folder, sampling_session_id_of, split_model_name
+from gateway.identifiers import (
+    relative_version_folder,
+    sampling_session_id_of,
+    split_model_name,
+    unknown_sampler,
+)
 from gateway.owners.auth.identity import Readers
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import NewSession, SessionRegistry
@@ -213,7 +218,7 @@ class SamplingSessionRegistry:
             session.used_at = time.monotonic()
             return session
         if not await self.known(sampling_session_id):
-            raise UnknownSampler(f"there is no sampling session {sampling_session_id!r}")
+            raise unknown_sampler(sampling_session_id)
         raise UnknownSampler(
             f"sampling session {sampling_session_id} has ended. Either its session ended, its "
             "model or weights were removed, newer weights needed its room "

@@ -308,7 +308,7 @@ def compare_with_canary(
     if not difference <= tolerance:  # NaN counts as a difference
         raise LoadFailed(
             f"{name}: the engine's logprobs differ from the trainer's by "
-            f"{difference:.3g}, more than {tolerance:g}"
+            f"{difference:.3g}, more than {tolerance:g}; save the weights again"
         )
     return difference
 

@@ -129,7 +129,8 @@ def call(
             answer = client.request(method, path, json=body)
     except httpx.HTTPError as error:
         raise ServerError(
-            f"the gateway at {endpoint.url} does not answer: {describe(error)}"
+            f"the gateway at {endpoint.url} does not answer: {describe(error)}; `tandem "
+            "logs gateway` may show why"
         ) from error
     if answer.is_error:
         raise ServerError(answer.json().get("error", answer.text))

@@ -80,12 +80,13 @@ class SampleLimits:
             if not 0 <= token < self.vocabulary:
                 raise TokenOutOfVocabulary(
                     f"token {token} of the prompt is outside the vocabulary of {self.vocabulary} "
-                    "tokens"
+                    "tokens; encode text with the model's tokenizer"
                 )
         for token in message.params.stop_token_ids:
             if not 0 <= token < self.vocabulary:
                 raise TokenOutOfVocabulary(
-                    f"stop token {token} is outside the vocabulary of {self.vocabulary} tokens"
+                    f"stop token {token} is outside the vocabulary of {self.vocabulary} tokens; "
+                    "encode text with the model's tokenizer"
                 )
 
     def _max_tokens(self, message: sampler_pb2.SampleRequest, *, prompt: int) -> int | None:

@@ -272,7 +272,10 @@ class TrainerBackend(ABC):
 
     @classmethod
     def cannot(cls, what: Capability) -> UnsupportedByBackend:
-        return UnsupportedByBackend(f"the trainer backend {cls.__name__} cannot {what}")
+        return UnsupportedByBackend(
+            f"the trainer backend {cls.__name__} cannot {what}; create the run with another one "
+            "(tandem.backend)"
+        )
 
 
 def to_device(values: object, device: str) -> Tensor:

@@ -211,7 +211,8 @@ def _check_vocabulary(
     position = offset if widths is None else offset // int(widths[index])
     raise TokenOutOfVocabulary(
         f"datum {index}, position {position}: {what} {int(values[at])} is outside the vocabulary "
-        f"of {limits.vocabulary} tokens (0 to {limits.vocabulary - 1})"
+        f"of {limits.vocabulary} tokens (0 to {limits.vocabulary - 1}); encode text with the "
+        "model's tokenizer"
     )
 
 

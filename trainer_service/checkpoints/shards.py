@@ -103,7 +103,7 @@ def read_layout(folder: Path, *, files: Collection[str]) -> Layout:
         ) from error
     except (InvalidRequest, ValueError) as error:
         raise CheckpointDamaged(
-            f"checkpoint {folder.name} is damaged: {describe(error)}"
+            f"checkpoint {folder.name} is damaged: {describe(error)}; load another checkpoint"
         ) from error
 
 

@@ -226,7 +226,9 @@ def verify(path: Path, trainer: RankTrainer) -> None:
             check_own_file(path, entry.name)
             found = read_again(lambda file: checksum_file(file, block_read), path / entry.name)
             if found != entry:
-                raise CheckpointDamaged(f"checkpoint {path.name}: {entry.name} is damaged")
+                raise CheckpointDamaged(
+                    f"checkpoint {path.name}: {entry.name} is damaged; load another checkpoint"
+                )
         return []
 
     def compare_together() -> list[dict[str, str | int]]:
@@ -288,7 +290,8 @@ def _match_layout(
     if odd := sorted(tensor for tensor in wanted if saved.get(tensor) != wanted[tensor]):
         raise CheckpointDamaged(
             f"checkpoint {name} is damaged: {odd[0]} must have the shape {wanted[odd[0]]}, and "
-            f"{f'has {saved[odd[0]]}' if odd[0] in saved else 'is missing'}"
+            f"{f'has {saved[odd[0]]}' if odd[0] in saved else 'is missing'}; load another "
+            "checkpoint"
         )
     states_of: Counter[str] = Counter()
     for tensor in saved.keys() - wanted.keys():
@@ -301,7 +304,8 @@ def _match_layout(
             or states_of[parameter] > _MOST_STATES
         ):
             raise CheckpointDamaged(
-                f"checkpoint {name} is damaged: {tensor[:100]!r} is no part of its state"
+                f"checkpoint {name} is damaged: {tensor[:100]!r} is no part of its state; load "
+                "another checkpoint"
             )
 
 
@@ -322,9 +326,13 @@ def _read_record(path: Path) -> CheckpointRecord:
         record = CheckpointRecord.model_validate_json(read_record(path / RECORD_NAME))
         check_own_file(path, RECORD_NAME)
     except ValueError as error:  # pydantic's error is one
-        raise CheckpointDamaged(f"the record of checkpoint {path.name} is damaged") from error
+        raise CheckpointDamaged(
+            f"the record of checkpoint {path.name} is damaged; load another checkpoint"
+        ) from error
     if len(_names(record)) < len(record.files):
-        raise CheckpointDamaged(f"the record of checkpoint {path.name} names a file twice")
+        raise CheckpointDamaged(
+            f"the record of checkpoint {path.name} names a file twice; load another checkpoint"
+        )
     return record
 
 

@@ -12,7 +12,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.catalog import Checkpoint
 from gateway.checkpoints.versions import WeightVersion
 from gateway.core import Gateway
-from gateway.identifiers import relative_version_folder
+from gateway.identifiers import relative_version_folder, unknown_run
 from gateway.owners.auth.identity import Caller, Readers
 from gateway.sampling.sessions import base_version
 from tandem.errors import UnknownModel, UnknownWeights
@@ -88,7 +88,7 @@ class ModelDirectory:
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
         origin = await self._checkpoints.origin(run_id)
         if not origin.owner or not caller.may_see(origin.owner):
-            raise UnknownModel(f"there is no training run {run_id!r} on this server")
+            raise UnknownModel(unknown_run(run_id).message)
         run = self._runs.get(run_id)
         newest = run.newest if run is not None else ""
         for name in filter(None, (newest, await self._checkpoints.newest_version(run_id))):

@@ -10,6 +10,7 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
 from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
+from gateway.identifiers import unknown_run
 from gateway.runs.record import RunRecord, TrainingStep
 from gateway.runs.run import Run
 from tandem.errors import UnknownRun
@@ -143,7 +144,7 @@ async def _own(run_id: str, access: Access) -> RunRecord:
     `UnknownRun`."""
     run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
     if not access.caller.may_see(run.owner):
-        raise UnknownRun(f"there is no training run {run_id!r} on this server")
+        raise unknown_run(run_id)
     return run
 
 

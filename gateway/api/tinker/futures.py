@@ -12,7 +12,7 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, BoundedRequest, parse
 from gateway.api.routing import Router, binary, json_content, model_response
-from gateway.identifiers import split_request_id
+from gateway.identifiers import split_request_id, unknown_request
 from gateway.storage.futures.completion_feed import Target
 from gateway.storage.futures.table import Future, Outcome, Result
 from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSampler
@@ -196,7 +196,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
     owner = split_request_id(request_id)
     if owner is not None and ":sample:" in owner[0] and await gateway.sampling.known(owner[0]):
         return _gone(f"the sample {request_id} is no longer here; ask for it again")
-    raise recalled or UnknownRequest(f"there is no request {request_id!r} on this server")
+    raise recalled or unknown_request(request_id)
 
 
 @router.operation(
@@ -249,7 +249,7 @@ async def cancel_future(body: Cancel, access: AccessDep) -> None:
     await access.request(request_id)
     owner = split_request_id(request_id)
     if owner is None:
-        raise UnknownRequest(f"there is no request {request_id!r} on this server")
+        raise unknown_request(request_id)
     if ":sample:" not in owner[0]:
         raise InvalidRequest(
             f"{request_id} is an operation of a run; only samples can be cancelled"

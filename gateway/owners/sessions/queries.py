@@ -96,7 +96,10 @@ class SessionQueries:
             )
         )
         if row is None:
-            raise UnknownSession(f"there is no session {session_id!r} on this server")
+            raise UnknownSession(
+                f"there is no session {session_id!r} on this server, or it is another owner's; "
+                "make a new ServiceClient"
+            )
         return from_row(SessionRecord, row)
 
     async def contents(self, session_id: str) -> tuple[list[str], list[str]]:

@@ -11,6 +11,7 @@ from sqlalchemy import select
 
 from gateway.api.routing import Router
 from gateway.app import path_operations
+from gateway.identifiers import unknown_request
 from gateway.storage.tables import audit, checkpoints, operations, runs, sessions, usage
 from tests.support.gateway.access_world import API, Call, World
 from tests.support.gateway.running import KEY, make_model
@@ -259,6 +260,6 @@ def test_one_owner_cannot_read_anothers_samples_by_guessing_their_names(world, b
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
         answer = world.ask("POST", ask, key=world.keys["foreign"])
         assert answer.status_code == 404
-        assert answer.json()["error"] == f"there is no request {request_id!r} on this server"
+        assert answer.json()["error"] == unknown_request(request_id).message
         cancel = Call(f"{API}/cancel_future", {"request_id": request_id})
         assert world.ask("POST", cancel, key=world.keys["foreign"]).status_code == 404
