@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import prometheus_client
 
@@ -14,39 +15,34 @@ _INTERVAL = 60.0
 _NAMED_ADDRESSES = 10
 
 
+@dataclass(eq=False)
 class CountedLines:
     """Logs the first event at once as `first`, and the next minute's events as one line `more` with
     their number, so that they cannot fill the disk. `counter` counts all by their reason."""
 
-    def __init__(
-        self,
-        counter: prometheus_client.Counter,
-        *,
-        first: str,
-        more: str,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._counter = counter
-        self._first = first
-        self._more = more
-        self._clock = clock
+    counter: prometheus_client.Counter
+    first: str
+    more: str
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
         self._logged_at: float | None = None
         self._reasons: Counter[str] = Counter()
         self._addresses: set[str] = set()
         self._log = get_log()
 
     def note(self, *, reason: str, address: str, **about: str) -> None:
-        self._counter.labels(reason=reason).inc()
+        self.counter.labels(reason=reason).inc()
         if self._logged_at is None:
-            self._logged_at = self._clock()
-            self._log.warning(self._first, reason=reason, address=address, **about)
+            self._logged_at = self.clock()
+            self._log.warning(self.first, reason=reason, address=address, **about)
             return
         self._reasons[reason] += 1
         if len(self._addresses) < _NAMED_ADDRESSES:
             self._addresses.add(address)
 
     def write(self, *, closing: bool = False) -> None:
-        now = self._clock()
+        now = self.clock()
         if self._logged_at is None:
             return
         if now - self._logged_at < _INTERVAL and not closing:
@@ -55,7 +51,7 @@ class CountedLines:
             self._logged_at = None
             return
         self._log.warning(
-            self._more,
+            self.more,
             count=self._reasons.total(),
             seconds=round(now - self._logged_at),
             reasons=dict(self._reasons),

@@ -221,16 +221,18 @@ class Database:
         return await self._read(lambda connection: connection.execute(statement).scalar_one())
 
     async def read_in_batches(
-        self, query: Select[Any], *key: Column[Any]
+        self, query: Select[Any], *key: Column[Any], descending: bool = False
     ) -> AsyncIterator[Sequence[RowMapping]]:
         """Yield a query's rows in batches, ordered by the unique columns `key`. Rows may come and
         go."""
-        query = query.order_by(*key).limit(_ROWS_AT_ONCE)
+        order = [column.desc() if descending else column for column in key]
+        query = query.order_by(*order).limit(_ROWS_AT_ONCE)
         rows = await self.read(query)
         while rows:
             yield rows
             last = tuple(rows[-1][column.name] for column in key)
-            rows = await self.read(query.where(tuple_(*key) > last))
+            after = tuple_(*key) < last if descending else tuple_(*key) > last
+            rows = await self.read(query.where(after)) if len(rows) == _ROWS_AT_ONCE else []
 
     def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
         """Return a statement that inserts a row or adds its counters to the existing row."""

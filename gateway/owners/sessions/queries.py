@@ -23,8 +23,7 @@ from tandem.errors import InvalidRequest, UnknownSession
 
 EndReason = Literal["success", "errored", "interrupted"]
 
-_CHUNK = 500
-_NEWEST_FIRST = (sessions.c.created_at.desc(), sessions.c.id.desc())
+_AGE = (sessions.c.created_at, sessions.c.id)
 
 
 @dataclass(frozen=True)
@@ -120,7 +119,7 @@ class SessionQueries:
         return await self._ids(
             select(sessions.c.id)
             .where(visible(sessions.c.owner, caller, scope))
-            .order_by(*_NEWEST_FIRST)
+            .order_by(*(column.desc() for column in _AGE))
             .limit(limit)
             .offset(offset)
         )
@@ -130,18 +129,15 @@ class SessionQueries:
     ) -> tuple[list[SessionRecord], Cursor | None]:
         """Return a page of sessions, newest first, and the next cursor. Raise `InvalidRequest` for
         a cursor of another search."""
-        query = select(sessions).where(*_wanted(filters, caller)).order_by(*_NEWEST_FIRST)
-        after = await self._position(filters, caller, cursor) if cursor is not None else None
+        query = select(sessions).where(*_wanted(filters, caller))
+        if cursor is not None:
+            query = query.where(tuple_(*_AGE) < await self._position(filters, caller, cursor))
         found: list[SessionRecord] = []
-        while len(found) <= limit:
-            position = tuple_(sessions.c.created_at, sessions.c.id)
-            here = query if after is None else query.where(position < after)
-            rows = await self._database.read(here.limit(_CHUNK))
-            records = [from_row(SessionRecord, row) for row in rows]
+        async for rows in self._database.read_in_batches(query, *_AGE, descending=True):
+            records = (from_row(SessionRecord, row) for row in rows)
             found += [record for record in records if _matches(record, filters)]
-            if len(records) < _CHUNK:
+            if len(found) > limit:
                 break
-            after = (records[-1].created_at, records[-1].id)
         page = found[:limit]
         if len(found) <= limit:
             return page, None
