@@ -46,34 +46,24 @@ class Retention:
     async def remove_old(self) -> None:
         now = time.time()
         before, later = now - self.history_ttl, operations.alias()
-        removed = {
+        has_later = exists().where(
+            later.c.run_id == operations.c.run_id, later.c.seq_id > operations.c.seq_id
+        )
+        active = select(runs.c.id).where(runs.c.state == "active")
+        over = {
             # Keep calls for a replay, and each active run's newest operation, which marks its
             # position.
-            "operations": await self._remove(
-                operations,
-                (operations.c.ended_at < before)
-                & operations.c.call.is_(None)
-                & (
-                    exists().where(
-                        later.c.run_id == operations.c.run_id,
-                        later.c.seq_id > operations.c.seq_id,
-                    )
-                    | operations.c.run_id.not_in(select(runs.c.id).where(runs.c.state == "active"))
-                ),
-            ),
-            "sampling_sessions": await self._remove(
-                sampling_sessions, sampling_sessions.c.ended_at < before
-            ),
-            "weight_versions": await self._remove(
-                weight_versions, weight_versions.c.collected_at < before
-            ),
-            "worker_events": await self._remove(
-                worker_events, worker_events.c.at < now - EVENTS_TTL
-            ),
-            "runs": await self._remove_runs(before),
-            "sessions": await self._remove_sessions(before),
-            "audit": await self._remove(audit, audit.c.at < now - self.audit_ttl),
+            operations: (operations.c.ended_at < before)
+            & operations.c.call.is_(None)
+            & (has_later | operations.c.run_id.not_in(active)),
+            sampling_sessions: sampling_sessions.c.ended_at < before,
+            weight_versions: weight_versions.c.collected_at < before,
+            worker_events: worker_events.c.at < now - EVENTS_TTL,
+            audit: audit.c.at < now - self.audit_ttl,
         }
+        removed = {table.name: await self._remove(table, which) for table, which in over.items()}
+        removed["runs"] = await self._remove_runs(before)
+        removed["sessions"] = await self._remove_sessions(before)
         if any(removed.values()):
             get_log().info("history_removed", **removed)
 
@@ -89,7 +79,7 @@ class Retention:
         removed, last = 0, ""
         while rows := await self.database.read(over.where(runs.c.id > last).limit(_AT_ONCE)):
             last = rows[-1]["id"]
-            gone = await asyncio.to_thread(self._without_files, [row["id"] for row in rows])
+            gone = await asyncio.to_thread(self._without_folder, [row["id"] for row in rows])
             await self._remove(training_steps, training_steps.c.run_id.in_(gone))
             await self.database.write_together(
                 delete(runs).where(runs.c.id.in_(gone), unnamed),
@@ -101,12 +91,13 @@ class Retention:
             removed += len(gone)
         return removed
 
-    def _without_files(self, run_ids: list[str]) -> list[str]:
-        def has_folder(run_id: str) -> bool:
-            folders = (self.data_dir / root for root in ("weights", "checkpoints"))
-            return any((folder / run_folder_name(run_id)).exists() for folder in folders)
-
-        return [run_id for run_id in run_ids if not has_folder(run_id)]
+    def _without_folder(self, run_ids: list[str]) -> list[str]:
+        roots = [self.data_dir / name for name in ("weights", "checkpoints")]
+        return [
+            run_id
+            for run_id in run_ids
+            if not any((root / run_folder_name(run_id)).exists() for root in roots)
+        ]
 
     async def _remove_sessions(self, before: float) -> int:
         empty = ~exists().where(runs.c.session_id == sessions.c.id)
