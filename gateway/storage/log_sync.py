@@ -18,42 +18,33 @@ class LogSync:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="database-sync")
-        self._waiting: list[asyncio.Future[None]] = []
-        self._syncing: asyncio.Task[None] | None = None
+        self._one_at_a_time = asyncio.Lock()
+        self._next: asyncio.Task[None] | None = None
         self._in_doubt = False
         self._fd = -1
 
     async def sync(self) -> None:
         """Return when all earlier commits are on the disk. Raises `StorageFailed`."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(done)
-        if self._syncing is None or self._syncing.done():
-            self._syncing = asyncio.create_task(self._sync_all(), name="database-sync")
-        await done
+        if self._next is None:
+            self._next = asyncio.create_task(self._sync(), name="database-sync")
+        await asyncio.shield(self._next)  # because other callers wait for it, too
 
     def shutdown(self) -> None:
         self._thread.shutdown()
         if self._fd >= 0:
             os.close(self._fd)
 
-    async def _sync_all(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            failed: Exception | None = None
+    async def _sync(self) -> None:
+        async with self._one_at_a_time:
+            self._next = None  # later callers may have later commits
+            loop = asyncio.get_running_loop()
             try:
                 await loop.run_in_executor(self._thread, self._sync_file)
-            except Exception as error:  # noqa: BLE001 - its callers would wait for ever
-                failed = typed(error)
+            except Exception as error:
+                self._in_doubt = True
                 get_log().error("sync_failed", reason=describe(error))
-            self._in_doubt = failed is not None
-            for done in batch:
-                if done.done():  # its caller is gone
-                    continue
-                if failed is not None:
-                    done.set_exception(failed)
-                else:
-                    done.set_result(None)
+                raise typed(error) from error
+            self._in_doubt = False
 
     def _sync_file(self) -> None:
         """Sync the log file. After a failed sync, first write the log into the database: the kernel

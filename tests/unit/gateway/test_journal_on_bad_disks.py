@@ -215,3 +215,27 @@ async def test_a_sync_after_the_end_raises_and_does_not_wait():
     log.shutdown()
     with pytest.raises(RuntimeError):
         await asyncio.wait_for(log.sync(), 60)
+
+
+async def test_callers_during_a_sync_share_the_next_one(monkeypatch):
+    log = LogSync(create_engine("sqlite://"))
+    begun, go_on = threading.Semaphore(0), threading.Semaphore(0)
+    syncs = []
+
+    def sync_file() -> None:
+        syncs.append(None)
+        begun.release()
+        go_on.acquire()
+
+    monkeypatch.setattr(log, "_sync_file", sync_file)
+    first = asyncio.create_task(log.sync())
+    await asyncio.to_thread(begun.acquire)
+    later = [asyncio.create_task(log.sync()) for _ in range(5)]
+    await asyncio.sleep(0)
+    later[0].cancel()
+    go_on.release(2)
+    await first
+    await asyncio.gather(*later, return_exceptions=True)
+    assert len(syncs) == 2
+    assert [task.cancelled() for task in later] == [True, False, False, False, False]
+    log.shutdown()
