@@ -61,7 +61,7 @@ from gateway.workers.roster import Roster
 from gateway.workers.run_options import check_defaults
 from gateway.workers.spill import free_on_disk, spill_folder
 from gateway.workers.supervisor import Supervisor
-from gateway.workers.table import DatabaseTable
+from gateway.workers.table import WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker_metrics import WorkerMetrics
 from tandem.errors import SessionFinished
@@ -210,12 +210,12 @@ class Gateway:
         )
         self.supervisor = Supervisor(
             Roster(
-                table=DatabaseTable(database),
+                table=WorkerTable(database),
                 adapters={"trainer": trainers, "engine": engines},
                 settings=settings.sharing,
                 epoch=epoch.number,
                 clock=time.time,
-                observer=self._worker_metrics,
+                metrics=self._worker_metrics,
             ),
             free_on_disk=partial(free_on_disk, settings),
         )

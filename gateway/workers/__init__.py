@@ -11,9 +11,8 @@ the `needs` of the model. `declared_groups` reads the groups from the settings. 
 questions about an overview, and `worker_metrics` counts.
 
 `processes` are the running workers. `launchers` start and stop them. `trainer_adapter` and
-`engine_adapter` (`process_adapter`) carry steps to them. `heartbeats` finds silent ones, and
-`backoff` delays the next start after a failure. `clients` and `sampler_client` make the gRPC calls,
-which carry the gateway's `epoch`.
+`engine_adapter` carry steps to them. `heartbeats` finds silent ones. `clients` and `sampler_client`
+make the gRPC calls, which carry the gateway's `epoch`.
 
-To add a kind of worker, write a `WorkerAdapter` and add the kind to `requests.Kind`. To add a call,
-add the RPC to `protos/` and a method to the client."""
+To add a kind of worker, derive it from `WorkerAdapter` and add the kind to `requests.Kind`. To add
+a call, add the RPC to `protos/` and a method to the client."""

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from gateway.workers.adapters import Found, Moved, StillAtWork, WorkerAdapter
 from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
@@ -297,8 +298,8 @@ class StepRunner:
         calls = self._roster.calls_of(key)
         if reason:
             self._log.warning("sleep_refused", worker=key, reason=reason)
-            if self._roster.observer is not None:
-                self._roster.observer.note_refusal(self._row(key))
+            if self._roster.metrics is not None:
+                self._roster.metrics.note_refusal(self._row(key))
             calls.stays_until = self._now() + ASK_AGAIN_SECONDS
             calls.refused_at = calls.refused_at or self._now()
             self._roster.note(replace(self._row(key), reason=reason))
@@ -425,5 +426,5 @@ class StepRunner:
     def _may_become(self, row: WorkerRow, state: State) -> bool:
         return state in TRANSITIONS[row.state]
 
-    def _adapter(self, row: WorkerRow) -> WorkerAdapter:
+    def _adapter(self, row: WorkerRow) -> WorkerAdapter[Any]:
         return self._roster.adapters[row.kind]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from gateway.workers.adapters import Found
+from gateway.workers.adapters import Found, WorkerAdapter, WorkerOwner
 from gateway.workers.clients import DESCRIBE_TIMEOUT, call_worker
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.process_adapter import ProcessAdapter, WorkerOwner
 from gateway.workers.processes import Processes
 from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
@@ -36,8 +35,8 @@ class EngineOwner(WorkerOwner, Protocol):
         ...
 
 
-class EngineAdapter(ProcessAdapter[EngineOwner]):
-    """Implements `WorkerAdapter`. An earlier gateway's load may take `load_timeout` seconds."""
+class EngineAdapter(WorkerAdapter[EngineOwner]):
+    """An earlier gateway's load may take `load_timeout` seconds."""
 
     kind = "sampler"
 

@@ -108,7 +108,7 @@ class Processes:
             if record.worker is not None:
                 await record.worker.channel.close()
         if not leaving:
-            answering = [each for each in self._may_run if self._launcher_of(each).reports]
+            answering = [each for each in self._may_run if self.launcher_of(each).reports]
             await asyncio.gather(*(self._stop_in_time(each, at_once=False) for each in answering))
         await asyncio.gather(*(each.close() for each in {*self.launchers.values()}))
 
@@ -118,7 +118,7 @@ class Processes:
             async with asyncio.timeout(_STOP_SECONDS):
                 await self.stop(process, at_once=at_once)
         except Exception as error:  # noqa: BLE001 - asked again, or found by the next gateway
-            reason = describe(error) or self.explain(process)
+            reason = describe(error) or self.launcher_of(process).explain(process)
             self._log.error("worker_not_stopped", worker_id=process, reason=reason)
             return False
         return True
@@ -168,7 +168,7 @@ class Processes:
         if handle is None:  # it was asked to end, or something may be left of its start
             await self.stop(process, at_once=True)
             return None
-        await self._launcher_of(process).wait_ready(process)
+        await self.launcher_of(process).wait_ready(process)
         if self._left.pop(process, None) is None:  # it ended meanwhile
             return None
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
@@ -183,23 +183,8 @@ class Processes:
         if record is not None and record.worker is not None:
             await record.worker.channel.close()
         self._left.pop(process, None)
-        await self._launcher_of(process).stop(process, at_once=at_once)
+        await self.launcher_of(process).stop(process, at_once=at_once)
         self._may_run.discard(process)
-
-    async def suspend(self, process: str, *, lease: int, timeout: float) -> None:
-        """Let the host move a process's state off its devices. Raises `SuspendFailed`."""
-        await self._launcher_of(process).suspend(process, lease=lease, timeout=timeout)
-
-    async def resume(self, process: str, *, lease: int, timeout: float) -> None:
-        """Let the host move the state back. Raises `SuspendFailed`."""
-        await self._launcher_of(process).resume(process, lease=lease, timeout=timeout)
-
-    def explain(self, process: str) -> str:
-        """Return why a starting process waits, or ""."""
-        return self._launcher_of(process).explain(process)
-
-    def launcher_answers(self, process: str) -> bool:
-        return self._launcher_of(process).reports
 
     async def stop_strangers(self, kind: str, is_known: Callable[[str], bool]) -> None:
         """Stop the processes of a kind that an earlier gateway has left and that have no row.
@@ -225,7 +210,7 @@ class Processes:
             self._log.error("worker_given_up", worker_id=worker.worker_id, reason=reason)
             self._reports.note_failure(record.key, worker.worker_id, reason)
 
-    def _launcher_of(self, process: str) -> Launcher:
+    def launcher_of(self, process: str) -> Launcher:
         return self.launchers[cast(WorkerKind, process.partition("-")[0])]
 
     def _add_record(self, about: WorkerHandle | WorkerSpec, key: str) -> WorkerRecord:
@@ -283,7 +268,7 @@ class Processes:
         """Return when a process with a broken connection has `ended`, or only the connection broke.
 
         In the second case the launcher answers, and reports no end within `patience` seconds."""
-        launcher = self._launcher_of(process)
+        launcher = self.launcher_of(process)
         while not ended.is_set():
             reports = launcher.reports
             with suppress(TimeoutError):

@@ -10,14 +10,14 @@ import itertools
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import Any
 
 from gateway.workers.adapters import WorkerAdapter
-from gateway.workers.backoff import Backoff
 from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets, Overview
 from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
+from gateway.workers.worker_metrics import WorkerMetrics
 from tandem.errors import StorageFailed, WorkerDied
 from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
@@ -30,22 +30,6 @@ _RECENT = 0.3
 """The weight of the newest of several measurements."""
 
 
-class Observer(Protocol):
-    """Receives switches and states, for the metrics."""
-
-    def note_state(self, before: WorkerRow | None, after: WorkerRow, waited: float) -> None:
-        """A row has another state. Its calls have waited for `waited` seconds."""
-        ...
-
-    def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
-        """A worker has fallen asleep or has woken."""
-        ...
-
-    def note_refusal(self, row: WorkerRow) -> None:
-        """A worker had no room to sleep."""
-        ...
-
-
 class Roster:
     """`clock` returns seconds since 1970. It frees no device. `epoch` is the gateway's."""
 
@@ -53,20 +37,20 @@ class Roster:
         self,
         *,
         table: WorkerTable,
-        adapters: Mapping[str, WorkerAdapter],
+        adapters: Mapping[str, WorkerAdapter[Any]],
         settings: SharingSettings,
         epoch: int,
         clock: Callable[[], float],
         groups: Iterable[WorkerGroup] = (),
         budgets: Budgets | None = None,
-        observer: Observer | None = None,
+        metrics: WorkerMetrics | None = None,
     ) -> None:
         self.table = table
         self.groups = {group.name: group for group in groups}
         self.adapters = adapters
         self.settings = settings
         self.budgets = budgets or Budgets()
-        self.observer = observer
+        self.metrics = metrics
         self.clock = clock
         self.rows: dict[str, WorkerRow] = {}
         self.silent_launchers: dict[str, float] = {}
@@ -110,7 +94,7 @@ class Roster:
 
     def calls_of(self, key: str) -> WorkerCalls:
         if key not in self._calls:
-            self._calls[key] = WorkerCalls(clock=self.clock, backoff=Backoff())
+            self._calls[key] = WorkerCalls(clock=self.clock)
         return self._calls[key]
 
     def on_host(self, row: WorkerRow) -> bool:
@@ -136,8 +120,8 @@ class Roster:
             for row in rows:
                 self._undo(row, before[row.key] or row)
             for event in events:
-                if event.key in self.rows:
-                    self.calls_of(event.key).busy_seconds += event.busy_seconds
+                if event.row.key in self.rows:
+                    self.calls_of(event.row.key).busy_seconds += event.busy_seconds
             return False
         return True
 
@@ -168,9 +152,9 @@ class Roster:
                     calls = self.calls_of(row.key)
                     self._add_share(row.owner, calls.running_seconds)
                     seconds = calls.take_busy_seconds()
-                events.append(WorkerEvent.of_row(row, busy_seconds=seconds))
-                if self.observer is not None:
-                    self.observer.note_state(before, row, self.calls_of(row.key).waited_seconds)
+                events.append(WorkerEvent(row, seconds))
+                if self.metrics is not None:
+                    self.metrics.note_state(before, row, self.calls_of(row.key).waited_seconds)
             if row.state == "gone":
                 self._forget(row.key)
         self._change.set_result(None)
@@ -269,5 +253,5 @@ class Roster:
         before = self._switch_seconds.get(row.group, 0.0)
         self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
         self.switches[row.group] += 1
-        if self.observer is not None:
-            self.observer.note_switch(row, direction, seconds, moved)
+        if self.metrics is not None:
+            self.metrics.note_switch(row, direction, seconds, moved)

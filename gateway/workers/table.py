@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from sqlalchemy import Executable, RowMapping, delete, func, insert, select
 
@@ -131,66 +131,16 @@ class WorkerRow:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class WorkerEvent:
-    """A change of a row. The worker computed for `busy_seconds` in the state that ended."""
+    """A row after a change. The worker computed for `busy_seconds` in the state that ended."""
 
-    at: float
-    key: str
-    kind: str
-    owner: str
-    session: str
-    group: str
-    state: State
+    row: WorkerRow
     busy_seconds: float = 0.0
-    reason: str = ""
-
-    @classmethod
-    def of_row(cls, row: WorkerRow, *, busy_seconds: float = 0.0) -> WorkerEvent:
-        return cls(
-            at=row.since,
-            key=row.key,
-            kind=row.kind,
-            owner=row.owner,
-            session=row.session,
-            group=row.group,
-            state=row.state,
-            busy_seconds=busy_seconds,
-            reason=row.reason,
-        )
 
 
-class WorkerTable(Protocol):
-    """Rows and events. Writes take effect in the order of the calls."""
-
-    async def read(self) -> Sequence[WorkerRow]:
-        """Return all rows, the oldest first."""
-        ...
-
-    async def write(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
-        """Commit all of this, or nothing. A row that is gone is deleted. Raises
-        `StorageFailed`."""
-        ...
-
-    def write_soon(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
-        """Commit this later, also if the storage fails now."""
-        ...
-
-    async def busy_seconds(self) -> Mapping[str, float]:
-        """Return the device seconds of each owner, from the kept events."""
-        ...
-
-    async def drained(self) -> Sequence[str]:
-        """Return the names of drained groups."""
-        ...
-
-    async def set_drained(self, group: str, *, drained: bool) -> None:
-        """Commit whether a group is drained. Raises `StorageFailed`."""
-        ...
-
-
-class DatabaseTable:
-    """Implements `WorkerTable` in the database."""
+class WorkerTable:
+    """Rows and events in the database. Writes take effect in the order of the calls."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -198,15 +148,18 @@ class DatabaseTable:
         """Statements that are written soon."""
 
     async def read(self) -> Sequence[WorkerRow]:
+        """Return all rows, the oldest first."""
         rows = await self._database.read(select(worker_rows).order_by(worker_rows.c.since))
         return [_row_of(row) for row in rows]
 
     async def write(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
+        """Commit all of this, or nothing. A row that is gone is deleted. Raises `StorageFailed`."""
         if self._unsettled and self._database.postpones:
             raise StorageFailed("earlier writes of workers wait for the storage")
         await self._database.write_together(*self._statements(rows, events), in_order=True)
 
     def write_soon(self, rows: Sequence[WorkerRow], events: Sequence[WorkerEvent]) -> None:
+        """Commit this later, also if the storage fails now."""
         for statement in self._statements(rows, events):
             self._unsettled += 1
             self._database.write_soon(statement, settled=self._note_settled)
@@ -230,15 +183,18 @@ class DatabaseTable:
         ]
 
     async def busy_seconds(self) -> Mapping[str, float]:
+        """Return the device seconds of each owner, from the kept events."""
         seconds = func.sum(worker_events.c.busy_seconds).label("seconds")
         query = select(worker_events.c.owner, seconds).group_by(worker_events.c.owner)
         return {row["owner"]: row["seconds"] for row in await self._database.read(query)}
 
     async def drained(self) -> Sequence[str]:
+        """Return the names of drained groups."""
         rows = await self._database.read(select(drained_groups))
         return [row["name"] for row in rows]
 
     async def set_drained(self, group: str, *, drained: bool) -> None:
+        """Commit whether a group is drained. Raises `StorageFailed`."""
         named = drained_groups.c.name == group
         statements: list[Any] = [delete(drained_groups).where(named)]
         if drained:
@@ -281,6 +237,15 @@ def _row_of(row: RowMapping) -> WorkerRow:
 
 
 def _values_of_event(event: WorkerEvent) -> dict[str, Any]:
-    values = {name: getattr(event, name) for name in ("at", "key", "kind", "owner", "state")}
-    values |= {"session_id": event.session, "group_name": event.group}
-    return values | {"busy_seconds": event.busy_seconds, "reason": event.reason}
+    row = event.row
+    return {
+        "at": row.since,
+        "key": row.key,
+        "kind": row.kind,
+        "owner": row.owner,
+        "session_id": row.session,
+        "group_name": row.group,
+        "state": row.state,
+        "busy_seconds": event.busy_seconds,
+        "reason": row.reason,
+    }

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from gateway.workers.adapters import Moved, StillAtWork
+from gateway.workers.adapters import Moved, StillAtWork, WorkerAdapter, WorkerOwner
 from gateway.workers.clients import DESCRIBE_TIMEOUT, call_worker
-from gateway.workers.process_adapter import ProcessAdapter, WorkerOwner
 from gateway.workers.processes import Processes
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
@@ -21,8 +20,8 @@ _LOOK_TIMEOUT = 5.0
 """Seconds for an idle trainer to describe a run. A busy one answers after its call."""
 
 
-class TrainerAdapter(ProcessAdapter[WorkerOwner]):
-    """Implements `WorkerAdapter`. If a backend cannot sleep, the host suspends the trainer.
+class TrainerAdapter(WorkerAdapter[WorkerOwner]):
+    """If a backend cannot sleep, the host suspends the trainer.
 
     A process of an earlier gateway may still be at that gateway's calls. It ends them before it
     sleeps. For each of its runs they may take `operation_timeout` seconds."""
@@ -41,14 +40,16 @@ class TrainerAdapter(ProcessAdapter[WorkerOwner]):
         except CannotSleep:
             if plan.way == "disk":  # suspended state needs host memory, which has no room
                 raise
-            await self._processes.suspend(row.process, lease=row.token, timeout=self._timeout)
+            launcher = self._processes.launcher_of(row.process)
+            await launcher.suspend(row.process, lease=row.token, timeout=self._timeout)
             return Moved(host=row.request.host_bytes)  # nobody measures it
 
     async def wake(self, row: WorkerRow) -> Moved:
         try:
             return await super().wake(row)
         except CannotSleep:
-            await self._processes.resume(row.process, lease=row.token, timeout=self._timeout)
+            launcher = self._processes.launcher_of(row.process)
+            await launcher.resume(row.process, lease=row.token, timeout=self._timeout)
             return Moved()
 
     async def send_sleep(

@@ -10,13 +10,14 @@ from gateway.workers.table import WorkerRow
 
 
 class WorkerMetrics:
-    """Implements `Observer` for Prometheus."""
+    """Counts waits, turns and switches for Prometheus."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._held_since: dict[str, float] = {}
 
     def note_state(self, before: WorkerRow | None, after: WorkerRow, waited: float) -> None:
+        """Note another state of a row. Its calls have waited for `waited` seconds."""
         if after.state == "awake" and waited:
             self._metrics.lease_wait_seconds.labels(after.group).observe(waited)
         if after.occupies:

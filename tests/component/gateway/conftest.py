@@ -49,4 +49,4 @@ def start(tmp_path):
 @pytest.fixture
 def no_wait(monkeypatch):
     """Trainers' starts are retried at once."""
-    monkeypatch.setattr("gateway.workers.backoff.Backoff.failed", lambda _: 0.0)
+    monkeypatch.setattr("gateway.workers.demand.Backoff.failed", lambda _: 0.0)

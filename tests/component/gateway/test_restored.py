@@ -9,7 +9,7 @@ import tinker
 from sqlalchemy import func, select
 
 from gateway.storage.tables import usage
-from gateway.workers.backoff import Backoff
+from gateway.workers.demand import Backoff
 from tandem.errors import CheckpointDamaged, CustomLossFailed, GradientsNotFinite
 from tests.support.files import tree
 from tests.support.gateway.fake_launcher import FakeLauncher

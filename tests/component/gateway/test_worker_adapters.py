@@ -20,7 +20,7 @@ from gateway.workers.processes import Processes
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
 from gateway.workers.supervisor import Supervisor
-from gateway.workers.table import DatabaseTable, WorkerRow
+from gateway.workers.table import WorkerRow, WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
@@ -108,7 +108,7 @@ class Gateway:
         self.owner = Owner()
         self.supervisor = Supervisor(
             Roster(
-                table=DatabaseTable(self.database),
+                table=WorkerTable(self.database),
                 groups=groups,
                 adapters={"trainer": self.trainers, "engine": self.engines},
                 settings=SharingSettings(quantum=0.05),

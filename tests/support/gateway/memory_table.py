@@ -12,7 +12,7 @@ _QueuedWrite = tuple[tuple[WorkerRow, ...], tuple[WorkerEvent, ...]]
 
 
 class MemoryTable:
-    """Implements `WorkerTable` in memory, for tests.
+    """A `WorkerTable` in memory.
 
     A commit takes `commit_seconds`. The next `failing` commits fail. A cancelled caller's commit
     still takes effect, unless `forgets_cancelled`."""
@@ -63,7 +63,8 @@ class MemoryTable:
     async def busy_seconds(self) -> Mapping[str, float]:
         seconds: dict[str, float] = {}
         for event in self.events:
-            seconds[event.owner] = seconds.get(event.owner, 0.0) + event.busy_seconds
+            owner = event.row.owner
+            seconds[owner] = seconds.get(owner, 0.0) + event.busy_seconds
         return seconds
 
     async def drained(self) -> Sequence[str]:

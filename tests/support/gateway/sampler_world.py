@@ -279,7 +279,7 @@ class World:
             numbers = SimpleNamespace(token_hex=lambda _size: str(next(processes)))
             with (
                 patch.object(grpc.aio, "insecure_channel", channel),
-                patch("gateway.workers.process_adapter.secrets", numbers),
+                patch("gateway.workers.adapters.secrets", numbers),
                 patch("gateway.workers.placing.ENGINE_QUANTUM", self.quantum),
             ):
                 await scenario

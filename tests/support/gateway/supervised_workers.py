@@ -150,7 +150,7 @@ class SupervisedWorker(Worker):
     def busy_seconds(self) -> float:
         """Seconds of its calls under all gateways."""
         events = self.world.table.events
-        past = sum(event.busy_seconds for event in events if event.key == self.key)
+        past = sum(event.busy_seconds for event in events if event.row.key == self.key)
         return past + self.calls.busy_seconds + self.calls.running_seconds
 
     def explain(self) -> str:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.workers.backoff import Backoff
+from gateway.workers.demand import Backoff
 
 
 def make(*, uniform: float = 0.0) -> Backoff:

@@ -270,7 +270,7 @@ async def test_each_change_is_an_event_that_lanes_and_usage_read():
     await cluster.supervisor.place([TRAINER], holder="r")
     await use(cluster, "t", seconds=3.0)
     await cluster.supervisor.release("t", holder="r")
-    states = [event.state for event in cluster.table.events]
+    states = [event.row.state for event in cluster.table.events]
     assert states == ["waiting", "placed", "starting", "awake", "stopping", "gone"]
     assert await cluster.table.busy_seconds() == pytest.approx({"ann": 3.0})
 

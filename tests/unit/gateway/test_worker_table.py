@@ -14,9 +14,9 @@ from gateway.workers.requests import WorkerRequest
 from gateway.workers.table import (
     OCCUPYING,
     TRANSITIONS,
-    DatabaseTable,
     WorkerEvent,
     WorkerRow,
+    WorkerTable,
 )
 from tandem.errors import IllegalTransition, StorageFailed
 from tests.support.gateway.memory_table import MemoryTable
@@ -56,12 +56,12 @@ async def table(request, tmp_path):
         return
     database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
-    yield DatabaseTable(database)
+    yield WorkerTable(database)
     await database.close()
 
 
 async def test_a_row_comes_back_as_it_was_and_is_deleted_when_it_is_gone(table):
-    await table.write([ROW], [WorkerEvent.of_row(ROW)])
+    await table.write([ROW], [WorkerEvent(ROW)])
     assert await table.read() == [ROW]
     changed = replace(ROW, state="awake", reason="", since=13.0)
     await table.write([changed], [])
@@ -80,7 +80,7 @@ async def test_rows_come_in_the_order_of_their_since(table):
 async def test_events_add_up_to_the_seconds_of_each_owner(table):
     for owner, seconds in (("ann", 2.0), ("bob", 1.0), ("ann", 0.5)):
         row = replace(ROW, request=replace(REQUEST, owner=owner))
-        await table.write([], [WorkerEvent.of_row(row, busy_seconds=seconds)])
+        await table.write([], [WorkerEvent(row, seconds)])
     assert await table.busy_seconds() == {"ann": 2.5, "bob": 1.0}
 
 
@@ -127,7 +127,7 @@ async def test_an_intention_is_refused_while_results_before_it_wait_for_the_stor
 ):
     database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
-    table = DatabaseTable(database)
+    table = WorkerTable(database)
     with monkeypatch.context() as broken:
         broken.setattr(
             "gateway.storage.database.write_batch",
@@ -151,7 +151,7 @@ async def test_an_intention_does_not_overtake_a_result_that_is_refused_at_that_m
 ):
     database = Database(url=url_for(tmp_path), data_dir=tmp_path)
     await database.open()
-    table = DatabaseTable(database)
+    table = WorkerTable(database)
     began, goes_on = threading.Event(), threading.Event()
 
     def refuse_late(_connection: object, batch: Sequence[object], _epoch: int) -> list[Exception]:
