@@ -64,138 +64,6 @@ class Needs:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainerNeeds:
-    """The needs of a trainer with `ranks` on each of its `nodes`, for up to `runs` runs. It takes
-    `snapshots`. If it `sleeps`, its state may move to the host."""
-
-    model: ModelSize
-    trainer: TrainerSettings
-    training: TrainingSpec
-    gpu: bool
-    ranks: int
-    nodes: int
-    sleeps: bool
-    snapshots: bool
-    runs: int
-
-    @property
-    def needs(self) -> Needs:
-        on_host = self.host_bytes
-        return Needs(
-            device_bytes=self.device_bytes if self.gpu else on_host // self.ranks,
-            host_bytes=on_host,
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        process = _GPU_RANK if self.gpu else _CPU_RANK
-        working = self._host_of_gpu_rank if self.gpu else self._all_of_rank()
-        return _rounded(self.ranks * (process + max(self._largest_tensor, working)))
-
-    @property
-    def device_bytes(self) -> int:
-        """The bytes on each GPU, with the smallest micro-batch that has no checkpointed blocks."""
-        tokens = min(self.of_rank.wanted_tokens, PLAIN_TOKENS)
-        return _rounded(_ON_DEVICE + self._all_of_rank(tokens))
-
-    @property
-    def _largest_tensor(self) -> int:
-        return self.model.vocabulary * self.model.hidden * _WEIGHT
-
-    @property
-    def _host_of_gpu_rank(self) -> int:
-        memory = self.of_rank
-        on_host = memory.on_host()
-        if not self.snapshots:
-            on_host -= {"snapshot"}
-        if self.sleeps:
-            on_host |= {"frozen weights", "weights", "copies", "gradients", "moments"}
-        lasting = memory.lasting(copied=memory.may_copy)
-        return sum(size for name, size in lasting.items() if name in on_host)
-
-    def _all_of_rank(self, tokens: int = 0) -> int:
-        """Return the bytes of all parts, except those on the host of a GPU. Without `tokens`, the
-        micro-batch has the wanted size."""
-        memory = self.of_rank
-        tokens = tokens or memory.wanted_tokens
-        parts = memory.parts(tokens, checkpointed=False, copied=memory.may_copy)
-        elsewhere = memory.on_host()
-        if not self.snapshots:
-            elsewhere.add("snapshot")
-        return sum(size for name, size in parts.items() if name not in elsewhere)
-
-    @property
-    def of_rank(self) -> TrainerMemory:
-        training, device = self.training, "cuda" if self.gpu else "cpu"
-        model = self.model.divided(training.layout.tensor_parallel)
-        adapters = training.rank * self.model.adapter_width * self.runs
-        trained = adapters if training.lora else model.parameters
-        size = self.ranks * self.nodes
-        # A CPU rank alone computes several micro-batches.
-        wide = (_width(self.trainer.dtype, gpu=self.gpu), training.states) == (4, "float32")
-        several = size == 1 and wide and not self.gpu and not training.weights_on_host
-        return TrainerMemory(
-            model=model,
-            trained=trained,
-            moments=2 * trained,
-            training=training,
-            settings=self.trainer,
-            device=device,
-            ranks=size,
-            at_once=self.trainer.parallel_micro_batches or 2 if several else 1,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineNeeds:
-    """The needs of an engine. If it `sleeps`, its weights may move to the host. `capacity` is the
-    memory of a GPU, where 0 is unknown."""
-
-    model: ModelSize
-    sampler: SamplerSettings
-    gpu: bool
-    sleeps: bool
-    capacity: int = 0
-
-    @property
-    def needs(self) -> Needs:
-        on_host = self.host_bytes
-        return Needs(
-            device_bytes=self.device_bytes if self.gpu else on_host // self.sampler.ranks,
-            host_bytes=on_host,
-        )
-
-    @property
-    def host_bytes(self) -> int:
-        ranks = self.sampler.ranks
-        if self.gpu:
-            engine = ranks * (_GPU_ENGINE + self._adapters)
-            return _rounded(engine + self._weights * (2 if self.sleeps else 1))
-        engine = ranks * (_CPU_ENGINE + self._adapters + self.sampler.kv_cache_bytes)
-        return _rounded(engine + 2 * self._weights)
-
-    @property
-    def device_bytes(self) -> int:
-        """The bytes on each GPU."""
-        cache = max(_KV_CACHE, self.capacity // _KV_CACHE_PART)
-        each = self._weights // self.sampler.ranks + self._adapters
-        return _rounded(_ON_DEVICE + each) + cache
-
-    @property
-    def _width(self) -> int:
-        return _width(self.sampler.dtype, gpu=self.gpu)
-
-    @property
-    def _weights(self) -> int:
-        return self.model.parameters * self._width
-
-    @property
-    def _adapters(self) -> int:
-        held = self.sampler.max_adapters * _ADAPTERS_HELD
-        return self.sampler.max_lora_rank * self.model.adapter_width * self._width * held
-
-
 def trainer_needs(
     model: ModelSize,
     *,
@@ -205,32 +73,75 @@ def trainer_needs(
     snapshots: bool,
     runs: int,
 ) -> Needs:
-    """Return the needs of a trainer on a group."""
-    nodes = group.nodes_for(trainer.ranks)
-    needs = TrainerNeeds(
-        model=model,
-        trainer=trainer,
-        training=training,
-        gpu=not group.on_host,
-        ranks=trainer.ranks // nodes,
-        nodes=nodes,
-        sleeps=group.leased,
-        snapshots=snapshots,
-        runs=runs,
+    """Return the needs of a trainer on a group, for up to `runs` runs, with or without
+    `snapshots`."""
+    gpu = not group.on_host
+    ranks = trainer.ranks // group.nodes_for(trainer.ranks)  # of one node
+    memory = memory_of_rank(model, trainer, training, gpu=gpu, runs=runs)
+    elsewhere = memory.on_host() if snapshots else memory.on_host() | {"snapshot"}
+    largest_tensor = model.vocabulary * model.hidden * _WEIGHT
+
+    def rank_bytes(tokens: int) -> int:
+        parts = memory.parts(tokens, checkpointed=False, copied=memory.may_copy)
+        return sum(size for name, size in parts.items() if name not in elsewhere)
+
+    if not gpu:
+        working = max(largest_tensor, rank_bytes(memory.wanted_tokens))
+        on_host = _rounded(ranks * (_CPU_RANK + working))
+        return _counted(Needs(device_bytes=on_host // ranks, host_bytes=on_host), group)
+    offloaded = memory.on_host() if snapshots else memory.on_host() - {"snapshot"}
+    if group.leased:  # while it sleeps
+        offloaded |= {"frozen weights", "weights", "copies", "gradients", "moments"}
+    lasting = memory.lasting(copied=memory.may_copy)
+    working = sum(size for name, size in lasting.items() if name in offloaded)
+    # The smallest micro-batch that has no checkpointed blocks.
+    on_device = rank_bytes(min(memory.wanted_tokens, PLAIN_TOKENS))
+    needs = Needs(
+        device_bytes=_rounded(_ON_DEVICE + on_device),
+        host_bytes=_rounded(ranks * (_GPU_RANK + max(largest_tensor, working))),
     )
-    return _counted(needs.needs, group)
+    return _counted(needs, group)
+
+
+def memory_of_rank(
+    model: ModelSize, trainer: TrainerSettings, training: TrainingSpec, *, gpu: bool, runs: int
+) -> TrainerMemory:
+    part = model.divided(training.layout.tensor_parallel)
+    adapters = training.rank * model.adapter_width * runs
+    trained = adapters if training.lora else part.parameters
+    # A CPU rank alone computes several micro-batches.
+    wide = (_width(trainer.dtype, gpu=gpu), training.states) == (4, "float32")
+    several = trainer.ranks == 1 and wide and not gpu and not training.weights_on_host
+    return TrainerMemory(
+        model=part,
+        trained=trained,
+        moments=2 * trained,
+        training=training,
+        settings=trainer,
+        device="cuda" if gpu else "cpu",
+        ranks=trainer.ranks,
+        at_once=trainer.parallel_micro_batches or 2 if several else 1,
+    )
 
 
 def engine_needs(model: ModelSize, *, group: WorkerGroup, sampler: SamplerSettings) -> Needs:
     """Return the needs of an engine on a group."""
-    needs = EngineNeeds(
-        model=model,
-        sampler=sampler,
-        gpu=not group.on_host,
-        sleeps=group.leased,
-        capacity=group.device_bytes,
+    gpu, ranks = not group.on_host, sampler.ranks
+    width = _width(sampler.dtype, gpu=gpu)
+    weights = model.parameters * width
+    held = sampler.max_adapters * _ADAPTERS_HELD
+    adapters = sampler.max_lora_rank * model.adapter_width * width * held
+    if not gpu:
+        engines = ranks * (_CPU_ENGINE + adapters + sampler.kv_cache_bytes)
+        on_host = _rounded(engines + 2 * weights)
+        return _counted(Needs(device_bytes=on_host // ranks, host_bytes=on_host), group)
+    cache = max(_KV_CACHE, group.device_bytes // _KV_CACHE_PART)
+    copies = 2 if group.leased else 1  # its own weights move to the host while it sleeps
+    needs = Needs(
+        device_bytes=_rounded(_ON_DEVICE + weights // ranks + adapters) + cache,
+        host_bytes=_rounded(ranks * (_GPU_ENGINE + adapters) + copies * weights),
     )
-    return _counted(needs.needs, group)
+    return _counted(needs, group)
 
 
 Prepare: TypeAlias = Callable[[WorkerRequest, Callable[[], Needs]], WorkerRequest]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gateway.workers.model_sizes import read_size
-from gateway.workers.needs import TrainerNeeds
+from gateway.workers.needs import memory_of_rank
 from tandem.backends.memory import Available
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
@@ -85,18 +85,10 @@ def test_a_pod_requests_the_parts_of_its_trainer_s_plan(model, group):
     for states in ("float32", "bfloat16"):
         settings = {"parallel_micro_batches": 1, "shard_group_parameters": 1}
         planned = make_rank(model, states=states, **settings).backend.plan.device
-        pod = TrainerNeeds(
-            model=read_size(model),
-            trainer=TrainerSettings(device="cpu", **settings),
-            training=TrainingSpec(states=states),
-            gpu=False,
-            ranks=1,
-            nodes=1,
-            sleeps=False,
-            snapshots=True,
-            runs=1,
-        )
-        requested = pod.of_rank.parts(2048, checkpointed=False, copied=False)
+        trainer = TrainerSettings(device="cpu", **settings)
+        training = TrainingSpec(states=states)
+        pod = memory_of_rank(read_size(model), trainer, training, gpu=False, runs=1)
+        requested = pod.parts(2048, checkpointed=False, copied=False)
         assert requested == planned
 
 
