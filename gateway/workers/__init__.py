@@ -2,9 +2,9 @@
 
 A worker is one row of a `table`, made from a request (`requests`) for devices of a group
 (`groups`). `schedule` decides the next `steps` from an `overview`: `placing` gives groups to
-waiting rows, `turns` gives devices to placed rows, and `memory` counts bytes. The `supervisor`
-carries the steps out (`carrying_out`) through `adapters`, keeps rows and calls in memory (`roster`,
-`demand`), and is the interface for callers.
+waiting rows, `turns` gives devices to placed rows, and `memory` counts bytes. The `loop`
+carries the steps out (`carrying_out`) through `adapters`. Rows and calls are in memory (`roster`,
+`demand`). The `supervisor` is the interface for callers, and `holdings` its part for holders.
 
 `run_options` reads the options of a run and its session. `requested` makes requests of them, with
 the `needs` of the model. `declared_groups` reads the groups from the settings. `standing` answers

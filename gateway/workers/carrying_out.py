@@ -116,7 +116,7 @@ class StepRunner:
         match step:
             case PlaceRows(rows):
                 commit = self._roster.intend(*rows)
-                self._begin(step.placed, lambda: self._place(commit))
+                self._begin(step.placed, commit)
             case TakeGroup(key):
                 row = replace(self._row(key), ends_as="waiting")
                 self._roster.note(row.ended(at=self._now(), reason="its place was taken"))
@@ -148,11 +148,7 @@ class StepRunner:
             case FindWorker(key):
                 self._begin([key], lambda: self._find(key))
 
-    def find(self, key: str) -> None:
-        """Ask a worker of an earlier gateway for its state."""
-        self.begin(FindWorker(key))
-
-    def _begin(self, keys: list[str], work: Callable[[], Awaitable[None]]) -> None:
+    def _begin(self, keys: list[str], work: Callable[[], Awaitable[object]]) -> None:
         assert self._tasks.keys().isdisjoint(keys), "a row has one step at a time"
         task = asyncio.create_task(self._guarded(keys, work), name=f"worker-{keys[0]}")
         self._tasks.update(dict.fromkeys(keys, task))
@@ -164,7 +160,7 @@ class StepRunner:
                 del self._tasks[key]
         self._on_end()
 
-    async def _guarded(self, keys: list[str], work: Callable[[], Awaitable[None]]) -> None:
+    async def _guarded(self, keys: list[str], work: Callable[[], Awaitable[object]]) -> None:
         try:
             await work()
         except Exception:  # noqa: BLE001 - our own error must not keep the devices from others
@@ -195,11 +191,6 @@ class StepRunner:
 
     def _takes_turns(self, key: str) -> bool:
         return self._roster.groups[self._row(key).group].leased
-
-    # --- Places -------------------------------------------------------------------------------
-
-    async def _place(self, commit: _Commit) -> None:
-        await commit()
 
     # --- Start and wake -----------------------------------------------------------------------
 

@@ -1,21 +1,18 @@
 """Holdings: the workers of each holder.
 
-A row exists while somebody holds it: a run its trainer, a sampler its engines. `Supervisor` is the
-interface. This part writes rows, and waits for their groups and for their ends."""
+A row exists while somebody holds it: a run its trainer, a sampler its engines."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import takewhile
 
-from gateway.workers.carrying_out import StepRunner
+from gateway.workers.loop import DecisionLoop
 from gateway.workers.placing import find_groups
 from gateway.workers.requests import WorkerRequest
-from gateway.workers.roster import Roster
-from gateway.workers.schedule import WaitReason
 from gateway.workers.table import WorkerRow
 from tandem.errors import InvalidRequest, NoRoom, StorageFailed, WorkerDied
 
@@ -26,24 +23,14 @@ _LOOK_SECONDS = 0.05
 
 
 class Holdings:
-    """`poke` lets the supervisor decide soon, and `will_decide` returns whether it will. `explain`
-    returns why a row waits."""
+    """The part of the supervisor for holders: it writes rows, and waits for their groups and for
+    their ends."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        runner: StepRunner,
-        *,
-        poke: Callable[[], None],
-        will_decide: Callable[[], bool],
-        explain: Callable[[str], WaitReason | None],
-    ) -> None:
-        self.roster = roster
-        self._runner = runner
-        self.poke = poke
-        self._will_decide = will_decide
-        self.explain = explain
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, loop: DecisionLoop) -> None:
+        self.loop = loop
+        self.roster = loop.roster
+        self.runner = loop.runner
+        self._event_loop = asyncio.get_running_loop()
 
     def check(self, requests: Sequence[WorkerRequest]) -> None:
         """Raise `InvalidRequest` for requests that empty groups cannot serve."""
@@ -71,12 +58,12 @@ class Holdings:
                 others = tuple(each for each in row.holders if each != _leaving(holder))
                 rows.append(replace(row, holders=(*others, holder)))
         new = [row.key for row in rows if row.key not in self.roster.rows]
-        with self._runner.holding(new):
+        with self.runner.holding(new):
             durable = not rows or await self.roster.intend(*rows)()
         if not durable:
             self._take_back(holder, [row.key for row in rows], coming_back)
             raise StorageFailed("the database did not take the request for workers; try again")
-        self.poke()
+        self.loop.poke()
 
     async def release(self, key: str, *, holder: str) -> None:
         """Let go of a worker. After its last holder, return when nothing of it is left. It also
@@ -160,11 +147,11 @@ class Holdings:
     async def _placed(self, keys: Sequence[str], *, within: float) -> None:
         """Wait until these rows have groups. Raises `NoRoom`."""
         turns = {key: self.roster.calls_of(key).wait() for key in keys}
-        began = self._loop.time()
-        self.poke()
+        began = self._event_loop.time()
+        self.loop.poke()
         try:
             while not all(self._has_group(key) for key in keys):
-                waited = self._loop.time() - began
+                waited = self._event_loop.time() - began
                 making_room = self._is_making_room(keys) and waited < _MAKING_ROOM
                 if waited >= within and not making_room:
                     raise self._no_room(keys)
@@ -184,12 +171,12 @@ class Holdings:
 
     def _is_making_room(self, keys: Sequence[str]) -> bool:
         """Whether a decision about these rows will follow, or engines end for others."""
-        if self._will_decide() or not self._runner.busy.isdisjoint(keys):
+        if self.loop.poked or not self.runner.busy.isdisjoint(keys):
             return True
         return any(row.ends_as == "waiting" for row in self.roster.rows.values())
 
     def _no_room(self, keys: Sequence[str]) -> NoRoom:
-        reason = self.explain(keys[0])
+        reason = self.loop.explain(keys[0])
         why = f": {reason.reason}" if reason is not None else ""
         what = "engine needs" if len(keys) == 1 else "engines need"
         return NoRoom(
@@ -215,12 +202,12 @@ class Holdings:
         self.roster.note(row)
         if not holders:
             self.roster.calls_of(key).refuse(WorkerDied(f"worker {key} was released"))
-        self.poke()
+        self.loop.poke()
 
     async def gone(self, key: str) -> None:
         """Return when there is no row of this key."""
         if key in self.roster.rows:
-            gone = self.roster.gone.setdefault(key, self._loop.create_future())
+            gone = self.roster.gone.setdefault(key, self._event_loop.create_future())
             await asyncio.shield(gone)
 
 

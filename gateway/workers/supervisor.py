@@ -1,4 +1,4 @@
-"""The supervisor: the loop that decides and acts, and the interface of all workers.
+"""The supervisor: the interface of all workers.
 
 Only the active gateway has one. Callers know keys and holders. They know no group, token or
 launcher. See `docs/design/workers.md`."""
@@ -6,70 +6,39 @@ launcher. See `docs/design/workers.md`."""
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Literal
 
-from gateway.workers.carrying_out import StepRunner
 from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.holdings import Holdings
-from gateway.workers.overview import Budgets, Overview
-from gateway.workers.requests import WorkerRequest
+from gateway.workers.loop import DecisionLoop
+from gateway.workers.overview import Budgets
 from gateway.workers.roster import RETRY_SECONDS, Roster
-from gateway.workers.schedule import WaitReason, explain_wait, schedule
-from gateway.workers.steps import (
-    AskToYield,
-    ForgetRow,
-    KeepAwake,
-    RefuseCalls,
-    StopWorker,
-    TakeGroup,
-)
+from gateway.workers.steps import StopWorker
 from gateway.workers.table import WorkerRow
 from tandem.errors import WorkerDied
 
-_DISK_SECONDS = 5.0
-"""Seconds between two looks at the free bytes on the disk for sleepers."""
 _SETTLE_SECONDS = 10.0
 """Seconds that the start of a gateway waits for the ends of needless workers."""
-_SHORTEST_PAUSE = 0.001
-"""The least seconds between two decisions by the clock."""
-_IN_MEMORY = (AskToYield, KeepAwake, RefuseCalls, TakeGroup, ForgetRow)
-"""Steps that are done at once. The next decision follows at once, too."""
-
-_ENDS = (StopWorker, ForgetRow)
-
 StepMark = Literal["", "begin", "end"]
 """`begin`: a call computes gradients that wait for their step. `end`: it applies or drops them."""
 
 
-class Supervisor:
+class Supervisor(Holdings):
     """`free_on_disk` returns the bytes that the state of sleepers may take on disk."""
 
     def __init__(
         self, roster: Roster, *, free_on_disk: Callable[[], Awaitable[int]] | None = None
     ) -> None:
-        self.roster = roster
-        self._runner = StepRunner(roster, on_end=self.poke)
-        self._holdings = Holdings(
-            roster,
-            self._runner,
-            poke=self.poke,
-            will_decide=lambda: self._poked,
-            explain=self.explain,
-        )
-        self._free_on_disk = free_on_disk
-        self._watching: asyncio.Task[None] | None = None
-        self._asking: asyncio.Future[int] | None = None
+        super().__init__(DecisionLoop(roster, free_on_disk=free_on_disk))
+        self.poke = self.loop.poke
+        self.overview = self.loop.overview
+        self.explain = self.loop.explain
+        self.note_exit = self.runner.note_exit
         self._settling: list[asyncio.Task[None]] = []
-        self._loop = asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
-        self._poked = False
-        self._open = False
-        self._only_ends = False
 
     # --- Life ---------------------------------------------------------------------------------
 
@@ -80,16 +49,7 @@ class Supervisor:
 
     async def open(self) -> None:
         """Continue from the table. No step of a worker begins before that worker was found."""
-        await self.roster.read()
-        if self._free_on_disk is not None:
-            await self._look_at_disk(self._free_on_disk)
-            watching = self._watch_disk(self._free_on_disk)
-            self._watching = asyncio.create_task(watching, name="worker-disk")
-        self._open = True
-        for row in list(self.roster.rows.values()):
-            if row.has_process and row.state != "stopping":
-                self._runner.find(row.key)
-        self.poke()
+        await self.loop.open()
 
     async def settle(self, holders: Collection[str]) -> None:
         """Release the rows of holders that are not among these, and stop processes without a row.
@@ -102,7 +62,7 @@ class Supervisor:
                     self.let_go(row.key, holder=holder)
         ending = [row.key for row in self.roster.rows.values() if row.ends_as == "gone"]
         self._settling = [
-            *(asyncio.create_task(self._holdings.gone(key)) for key in ending),
+            *(asyncio.create_task(self.gone(key)) for key in ending),
             *(
                 asyncio.create_task(adapter.stop_strangers(self._is_known))
                 for adapter in {*self.roster.adapters.values()}
@@ -115,65 +75,19 @@ class Supervisor:
 
     def only_end(self) -> None:
         """Begin only ends from now on, because the gateway ends."""
-        self._only_ends = True
+        self.loop.only_ends = True
 
     async def close(self) -> None:
         """Stop acting, and leave workers and rows to the next gateway."""
-        self._open = False
-        self._stop_timer()
-        for asking in (self._watching, self._asking):
-            if asking is not None:
-                asking.cancel()
         for task in self._settling:
             task.cancel()
-        await self._runner.close()
-
-    # --- Rows ---------------------------------------------------------------------------------
-
-    def check(self, requests: Sequence[WorkerRequest]) -> None:
-        """Raise `InvalidRequest` for requests that empty groups cannot serve."""
-        self._holdings.check(requests)
-
-    async def place(self, requests: Sequence[WorkerRequest], *, holder: str) -> None:
-        """As `Holdings.place`."""
-        await self._holdings.place(requests, holder=holder)
-
-    async def release(self, key: str, *, holder: str) -> None:
-        """As `Holdings.release`."""
-        await self._holdings.release(key, holder=holder)
-
-    def let_go(self, key: str, *, holder: str) -> None:
-        """Let go of a worker, and do not wait for its end."""
-        self._holdings.let_go(key, holder=holder)
-
-    async def resize(
-        self,
-        holder: str,
-        requests: Sequence[WorkerRequest],
-        *,
-        within: float,
-        keeping: Collection[str] = (),
-    ) -> None:
-        """As `Holdings.resize`."""
-        await self._holdings.resize(holder, requests, within=within, keeping=keeping)
-
-    def held_by(self, holder: str) -> list[str]:
-        """Return the keys of the rows of a holder."""
-        return self._holdings.held_by(holder)
+        await self.loop.close()
 
     async def drain(self, group: str, *, drained: bool) -> None:
         """Place nobody on a group, or undo that. Raises `StorageFailed`."""
         await self.roster.table.set_drained(group, drained=drained)
         self.roster.groups[group] = replace(self.roster.groups[group], drained=drained)
         self.poke()
-
-    def explain(self, key: str) -> WaitReason | None:
-        """Return why a worker is not awake, or None if it is awake or gone."""
-        row = self.roster.rows.get(key)
-        return None if row is None else explain_wait(self.overview(), row)
-
-    def overview(self) -> Overview:
-        return self.roster.overview(busy=self._runner.busy)
 
     # --- Use ----------------------------------------------------------------------------------
 
@@ -220,7 +134,7 @@ class Supervisor:
 
     def _is_awake(self, row: WorkerRow, calls: WorkerCalls) -> bool:
         awake = row.state == "awake" and row.ends_as == "placed"
-        return awake and not calls.yielding and row.key not in self._runner.busy
+        return awake and not calls.yielding and row.key not in self.runner.busy
 
     def _is_contended(self, row: WorkerRow, calls: WorkerCalls) -> bool:
         """Whether the end of a call may matter to a decision."""
@@ -243,19 +157,15 @@ class Supervisor:
 
     # --- From launchers -----------------------------------------------------------------------
 
-    def note_exit(self, key: str, process: str, reason: str) -> None:
-        """Note that nothing is left of a process that ended by itself."""
-        self._runner.note_exit(key, process, reason)
-
     def note_failure(self, key: str, process: str, reason: str) -> None:
         """End a useless process, after its step under way."""
         row = self.roster.rows.get(key)
-        if row is None or row.process != process or not self._open:
+        if row is None or row.process != process or not self.loop.opened:
             return
-        if key in self._runner.busy:
-            self._loop.call_later(RETRY_SECONDS, self.note_failure, key, process, reason)
+        if key in self.runner.busy:
+            self._event_loop.call_later(RETRY_SECONDS, self.note_failure, key, process, reason)
         elif row.state in ("awake", "asleep"):
-            self._runner.begin(StopWorker(key, reason))
+            self.runner.begin(StopWorker(key, reason))
 
     def drop_step(self, key: str, caller: str) -> None:
         """Forget a caller's mark of gradients that wait for their step."""
@@ -266,8 +176,8 @@ class Supervisor:
         """Kill a process, and return when nothing is left of it. Its calls fail."""
         while (row := self.roster.rows.get(key)) is not None and row.process == process:
             rests = self.roster.calls_of(key).rests_until - self.roster.clock()
-            if key in self._runner.busy:
-                await self._runner.await_steps([key])
+            if key in self.runner.busy:
+                await self.runner.await_steps([key])
             elif row.state not in ("awake", "asleep"):
                 await self.roster.changed()
             elif rests > 0:  # its launcher did not answer
@@ -277,7 +187,7 @@ class Supervisor:
 
     async def await_found(self, keys: Iterable[str]) -> None:
         """Return when these workers of an earlier gateway were found, or are gone or lost."""
-        await self._runner.await_steps(keys)
+        await self.runner.await_steps(keys)
 
     def watch_ends(self, key: str, told: Callable[[str, str], None]) -> None:
         """Call `told` with id and reason whenever a process of a row has ended, until the row is
@@ -291,53 +201,3 @@ class Supervisor:
         else:
             self.roster.silent_launchers.setdefault(launcher, self.roster.clock())
         self.poke()
-
-    # --- The loop -----------------------------------------------------------------------------
-
-    def poke(self) -> None:
-        """Decide soon: something has changed."""
-        if self._open and not self._poked:
-            self._poked = True
-            self._loop.call_soon(self._decide)
-
-    def _decide(self) -> None:
-        self._poked = False
-        if not self._open:
-            return
-        self._stop_timer()
-        self._timer = self._loop.call_later(RETRY_SECONDS, self.poke)  # if this decision fails
-        overview = self.overview()
-        steps, again_at = schedule(overview)
-        if self._only_ends:
-            steps = [step for step in steps if isinstance(step, _ENDS)]
-        for step in steps:
-            self._runner.begin(step)
-        self._stop_timer()
-        if any(isinstance(step, _IN_MEMORY) for step in steps):
-            self.poke()
-        if again_at < math.inf:
-            delay = max(_SHORTEST_PAUSE, again_at - overview.now)
-            self._timer = self._loop.call_later(delay, self.poke)
-
-    def _stop_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    async def _watch_disk(self, free_on_disk: Callable[[], Awaitable[int]]) -> None:
-        while True:
-            await asyncio.sleep(_DISK_SECONDS)
-            await self._look_at_disk(free_on_disk)
-
-    async def _look_at_disk(self, free_on_disk: Callable[[], Awaitable[int]]) -> None:
-        """Ask for the free bytes of the disk. A disk that fails or does not answer has none. One
-        that hangs is not asked again, since each question would take a thread."""
-        if self._asking is None:
-            self._asking = asyncio.ensure_future(free_on_disk())
-        done, _ = await asyncio.wait({self._asking}, timeout=_DISK_SECONDS)
-        free = 0
-        if done:
-            asked, self._asking = self._asking, None
-            with suppress(OSError):
-                free = asked.result()
-        self.roster.budgets = replace(self.roster.budgets, disk_bytes=free)
