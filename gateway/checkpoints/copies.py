@@ -22,15 +22,9 @@ from gateway.checkpoints.versions import VersionStore, files_of, insert_version
 from gateway.identifiers import CheckpointPath, new_session_id, new_state_folder, run_id_of
 from gateway.owners.auth.identity import Readers
 from gateway.storage.database import Database
+from gateway.storage.drivers import typed
 from gateway.storage.tables import runs, sessions
-from tandem.errors import (
-    CheckpointDamaged,
-    InvalidRequest,
-    StorageFailed,
-    StorageFull,
-    describe,
-    without_paths,
-)
+from tandem.errors import CheckpointDamaged, InvalidRequest, describe, without_paths
 from tandem.weights import Manifest, PartialVersion, new_version_name
 from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import fsync_path, give_name, read_record
@@ -196,17 +190,10 @@ def _link_files(source: Checkpoint, folder: Path, copy: Checkpoint, target: Path
             give_name(partial.path, target)
     except OSError as error:
         partial.discard()
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise StorageFull(
-                f"there is no room for a copy of {source.path}; nothing of it is left, try again "
-                "when there is"
-            ) from error
-        why = without_paths(describe(error))
         if isinstance(error, FileNotFoundError):
+            why = without_paths(describe(error))
             raise CheckpointDamaged(f"{source.path} could not be copied: {why}") from error
-        raise StorageFailed(
-            f"{source.path} could not be copied: {why}; nothing of the copy is left, try again"
-        ) from error
+        raise typed(error) from error
 
 
 def _link(file: Path, target: Path) -> None:
