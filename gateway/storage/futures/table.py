@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import shutil
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -70,7 +70,8 @@ class Waiting:
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
     """The outcome of one request, now or later. `describe` returns the reason for waiting.
-    `digest` tells two samples with one request_id apart."""
+    `digest` tells two samples with one request_id apart. The table drops it at `dropped_at`, on the
+    monotonic clock."""
 
     request_id: str
     source: Source
@@ -79,6 +80,7 @@ class Future:
     digest: bytes = b""
     accepted_at: float = field(default_factory=time.monotonic)
     fetched_at: float | None = None
+    dropped_at: float = math.inf
     outcome: Outcome | None = None
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
@@ -99,25 +101,6 @@ class Future:
         self.done.add_done_callback(ended)
 
 
-class _Expiring:
-    """Futures in order of arrival. Each leaves after `ttl` seconds."""
-
-    def __init__(self, ttl: float) -> None:
-        self._ttl = ttl
-        self._futures: OrderedDict[Future, float] = OrderedDict()
-
-    def put(self, future: Future) -> None:
-        self._futures.pop(future, None)
-        self._futures[future] = time.monotonic()
-
-    def discard(self, future: Future) -> None:
-        self._futures.pop(future, None)
-
-    def over(self) -> list[Future]:
-        cutoff = time.monotonic() - self._ttl
-        return [future for future, _ in takewhile(lambda f: f[1] < cutoff, self._futures.items())]
-
-
 @dataclass(eq=False, repr=False, kw_only=True)
 class FutureTable:
     """This gateway's futures by request_id. `folder` holds results outside memory.
@@ -133,12 +116,6 @@ class FutureTable:
         self._futures: dict[str, Future] = {}
         self.closing = False
         self._long_polls: set[asyncio.Future[None]] = set()
-        self._fetched = _Expiring(FETCHED_GRACE)
-        # Operations leave memory early, because the journal has their results.
-        self._unfetched: dict[Source, _Expiring] = {
-            "operation": _Expiring(FETCHED_GRACE),
-            "sample": _Expiring(self.result_ttl),
-        }
         # Ended futures by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._bytes: defaultdict[str, int] = defaultdict(int)
@@ -178,20 +155,15 @@ class FutureTable:
             self._drop(future)
 
     def sweep(self) -> list[Future]:
-        over = [
-            future
-            for leaving in (self._fetched, *self._unfetched.values())
-            for future in leaving.over()
-        ]
+        now = time.monotonic()
+        over = [future for future in self._futures.values() if future.dropped_at < now]
         for future in over:
             self._drop(future)
         return over
 
     def note_fetched(self, future: Future) -> None:
         future.fetched_at = time.monotonic()
-        if self._futures.get(future.request_id) is future:
-            self._unfetched[future.source].discard(future)
-            self._fetched.put(future)
+        future.dropped_at = future.fetched_at + FETCHED_GRACE
 
     # --- Waiting ------------------------------------------------------------------------------
 
@@ -229,7 +201,9 @@ class FutureTable:
         if self._futures.get(future.request_id) is not future:
             return  # dropped since it ended
         if future.fetched_at is None:
-            self._unfetched[future.source].put(future)
+            # Operations leave memory early, because the journal has their results.
+            ttl = FETCHED_GRACE if future.source == "operation" else self.result_ttl
+            future.dropped_at = time.monotonic() + ttl
         if future.source == "sample":
             self._samples[owner][future.request_id] = future
             if len(self._samples[owner]) > self.max_samples:
@@ -250,8 +224,6 @@ class FutureTable:
         if self._futures.get(future.request_id) is future:
             del self._futures[future.request_id]
         self._samples[future.owner].pop(future.request_id, None)
-        self._unfetched[future.source].discard(future)
-        self._fetched.discard(future)
         self._uncount(future)
         if isinstance(future.outcome, Result) and future.outcome.file is not None:
             self._in_background(_remove(future.outcome.file))
