@@ -136,18 +136,11 @@ Work = QueuedSample | QueuedLoad
 QueuedSwitch = QueuedSleep | QueuedWake
 
 
-_Key = tuple[str, bool]
-
-
-def _key(version: LoadableVersion) -> _Key:
-    return version.name, version.adapter
-
-
 class WaitingList:
     """Waiting work, grouped by version, so that a step looks only at the first of each."""
 
     def __init__(self) -> None:
-        self._of_version: dict[_Key, dict[Work, None]] = {}
+        self._of_version: dict[LoadableVersion, dict[Work, None]] = {}
         self._count = 0
 
     def __len__(self) -> int:
@@ -158,7 +151,7 @@ class WaitingList:
         return chain.from_iterable(self._of_version.values())
 
     def add(self, work: Work) -> None:
-        self._of_version.setdefault(_key(work.version), {})[work] = None
+        self._of_version.setdefault(work.version, {})[work] = None
         self._count += 1
 
     @property
@@ -167,12 +160,19 @@ class WaitingList:
         return sorted(firsts, key=lambda work: work.arrived)
 
     def work_of(self, version: LoadableVersion) -> Iterable[Work]:
-        return self._of_version.get(_key(version), {})
+        return self._of_version.get(version, {})
 
     def take(
         self, version: LoadableVersion, matches: Callable[[Work], bool] = lambda _: True
     ) -> list[Work]:
-        return self._take(_key(version), matches)
+        works = self._of_version.get(version, {})
+        taken = [work for work in works if matches(work)]
+        for work in taken:
+            del works[work]
+        self._count -= len(taken)
+        if not works:
+            self._of_version.pop(version, None)
+        return taken
 
     def update(self, version: LoadableVersion, matches: Callable[[Work], bool]) -> None:
         """Let matching work need this version instead, in the order of arrival."""
@@ -186,18 +186,8 @@ class WaitingList:
                 self.add(work)
 
     def drop_cancelled(self) -> None:
-        for key in list(self._of_version):
-            self._take(key, lambda work: work.future.cancelled())
-
-    def _take(self, key: _Key, matches: Callable[[Work], bool]) -> list[Work]:
-        works = self._of_version.get(key, {})
-        taken = [work for work in works if matches(work)]
-        for work in taken:
-            del works[work]
-        self._count -= len(taken)
-        if not works:
-            self._of_version.pop(key, None)
-        return taken
+        for version in list(self._of_version):
+            self.take(version, lambda work: work.future.cancelled())
 
 
 class SubmissionQueue:

@@ -25,7 +25,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.engine_process import EngineProcess
 from sampler_service.service.engine_server import Start
-from sampler_service.service.servicer import SamplerServicer, ServingEngine
+from sampler_service.service.servicer import SamplerServicer
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
@@ -175,7 +175,7 @@ class _Process:
             on_fatal=fail,
         )
         grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
-        self._servicer.ready(ServingEngine(facts=facts, scheduler=scheduler, grammars=grammars))
+        self._servicer.ready(facts, scheduler, grammars)
         get_log().info(
             "ready",
             seconds=round(time.monotonic() - started, 2),

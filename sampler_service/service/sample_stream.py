@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from functools import partial
-from typing import Protocol
 
 from sampler_service.work import Sampled
 from tandem.v1 import sampler_pb2
@@ -21,17 +20,13 @@ Encode = Callable[[Future[Sampled]], sampler_pb2.SampleReply]
 """Encodes the result of a request that was not cancelled."""
 
 
-class _Cancellable(Protocol):
-    def cancel(self) -> bool: ...
-
-
 class SampleQueue:
     """Use: the reader calls `expect_result`, `expect_late` or `put` for each request, and `cancel`.
     The writer runs `while batch := await stream.next_replies(): ...`. At the end, call `close`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._under_way: dict[int, _Cancellable] = {}
+        self._under_way: dict[int, Future[Sampled] | asyncio.Task[sampler_pb2.SampleReply]] = {}
         self._ended: deque[tuple[int, Future[Sampled], Encode]] = deque()
         self._ready: deque[sampler_pb2.SampleReply] = deque()
         self._changed = asyncio.Event()

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
+import grpc.aio
 
 from sampler_service.engine import EngineDelta, EngineFacts, EngineState, SleepLevel
 from sampler_service.lifecycle import SwitchReport
@@ -29,27 +29,8 @@ from tandem.protocol.fencing import Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
-_Request = TypeVar("_Request")
-_Reply = TypeVar("_Reply")
-
+Context = grpc.aio.ServicerContext[object, object]
 OnDeltas = Callable[[Sequence[EngineDelta], LoadableVersion], None]
-
-_STATES = {
-    EngineState.AWAKE: sampler_pb2.SAMPLER_STATE_AWAKE,
-    EngineState.LOADING: sampler_pb2.SAMPLER_STATE_LOADING,
-    EngineState.ASLEEP: sampler_pb2.SAMPLER_STATE_ASLEEP,
-    EngineState.WAKING: sampler_pb2.SAMPLER_STATE_WAKING,
-    EngineState.FAILED: sampler_pb2.SAMPLER_STATE_FAILED,
-}
-
-
-@dataclass(frozen=True)
-class ServingEngine:
-    """The parts that answer calls, once the engine is ready."""
-
-    facts: EngineFacts
-    scheduler: Scheduler
-    grammars: GrammarCompiler
 
 
 class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
@@ -58,18 +39,23 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     Before that, calls end with UNAVAILABLE. A user's mistake or a failed operation becomes a
     `Failure` in the reply. `WorkerServer` checks the secret, and `fence` the lease."""
 
+    _facts: EngineFacts
+    _scheduler: Scheduler
+    _grammars: GrammarCompiler
+
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
         """`timeout` limits the wait for a stream's reader, in seconds."""
         self._fence = fence
         self._timeout = timeout
         self._metrics = metrics
-        self._serving: ServingEngine | None = None
+        self._is_ready = False
         self._streams: set[SampleQueue] = set()
         self._numbers = count()
         self._log = get_log()
 
-    def ready(self, serving: ServingEngine) -> None:
-        self._serving = serving
+    def ready(self, facts: EngineFacts, scheduler: Scheduler, grammars: GrammarCompiler) -> None:
+        self._facts, self._scheduler, self._grammars = facts, scheduler, grammars
+        self._is_ready = True
 
     def end(self) -> None:
         """End the sample streams once all requests are answered. Call it after the engine
@@ -78,16 +64,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             stream.complete()
 
     async def Describe(
-        self,
-        request: sampler_pb2.DescribeSamplerRequest,
-        context: grpc.aio.ServicerContext[
-            sampler_pb2.DescribeSamplerRequest, sampler_pb2.DescribeSamplerReply
-        ],
+        self, request: sampler_pb2.DescribeSamplerRequest, context: Context
     ) -> sampler_pb2.DescribeSamplerReply:
-        serving = await self._engine(context)
-        facts, status = serving.facts, serving.scheduler.status
+        await self._check_ready(context)
+        facts, status = self._facts, self._scheduler.status
         return sampler_pb2.DescribeSamplerReply(
-            state=_STATES[status.state],
+            state=sampler_pb2.SamplerState.Value(f"SAMPLER_STATE_{status.state.name}"),
             version=_version_message(status.version),
             max_length=facts.max_length,
             running=status.running,
@@ -97,22 +79,20 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     async def Load(
-        self,
-        request: sampler_pb2.LoadRequest,
-        context: grpc.aio.ServicerContext[sampler_pb2.LoadRequest, sampler_pb2.LoadReply],
+        self, request: sampler_pb2.LoadRequest, context: Context
     ) -> sampler_pb2.LoadReply:
-        scheduler = (await self._leased_engine(context)).scheduler
+        await self._check_lease(context)
         try:
             version = _parse_version(request.version)
             if request.HasField("handoff"):
                 version = replace(version, handoff=request.handoff)
             outcome = await asyncio.wrap_future(
-                scheduler.load(version, in_flight=request.in_flight)
+                self._scheduler.load(version, in_flight=request.in_flight)
             )
         except TandemError as error:
             self._log.warning("load_refused", version=request.version.name, error=error.message)
             return sampler_pb2.LoadReply(
-                failure=error.to_failure(), version=_version_message(scheduler.status.version)
+                failure=error.to_failure(), version=_version_message(self._scheduler.status.version)
             )
         return sampler_pb2.LoadReply(
             version=_version_message(outcome.version),
@@ -126,7 +106,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def Sample(  # type: ignore[override]
         self,
         requests: AsyncIterator[sampler_pb2.SampleRequests],
-        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
+        context: Context,
     ) -> None:
         stream = SampleQueue()
         self._streams.add(stream)
@@ -146,44 +126,42 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self,
         requests: AsyncIterator[sampler_pb2.SampleRequests],
         stream: SampleQueue,
-        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequests, sampler_pb2.SampleReplies],
+        context: Context,
     ) -> None:
         """Hand requests to the engine. An error cancels all unanswered ones."""
         try:
             async for batch in requests:
-                serving = await self._leased_engine(context)
+                await self._check_lease(context)
                 for request in batch.requests:
-                    self._begin(request, serving, stream)
+                    self._begin(request, stream)
                 for number in batch.cancelled:
                     stream.cancel(number)
         except BaseException:
             stream.close()
             raise
 
-    def _begin(
-        self, request: sampler_pb2.SampleRequest, serving: ServingEngine, stream: SampleQueue
-    ) -> None:
+    def _begin(self, request: sampler_pb2.SampleRequest, stream: SampleQueue) -> None:
         if request.HasField("structured"):  # the grammar must be compiled
-            stream.expect_late(request.number, self._answer(request, serving))
+            stream.expect_late(request.number, self._answer(request))
             return
         try:
-            asked = self._parse(request, serving)
+            asked = self._parse(request)
             answer = self._submit(asked)
         except Exception as error:  # noqa: BLE001 - others' samples are on the stream, too
-            stream.put(request.number, self._refused(request, error, serving.facts))
+            stream.put(request.number, self._refused(request, error))
         else:
             stream.expect_result(request.number, answer, partial(self._reply, asked))
 
     async def SampleStream(  # type: ignore[override]
         self,
         request: sampler_pb2.SampleRequest,
-        context: grpc.aio.ServicerContext[sampler_pb2.SampleRequest, sampler_pb2.SampleEvent],
+        context: Context,
     ) -> None:
         """Write instead of yielding, so that a blocked write has a deadline."""
-        serving = await self._leased_engine(context)
+        await self._check_lease(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
-        answer = asyncio.create_task(self._answer(request, serving, on_deltas=buffer.add_deltas))
+        answer = asyncio.create_task(self._answer(request, on_deltas=buffer.add_deltas))
         answer.add_done_callback(lambda _: buffer.close())
         try:
             while deltas := await buffer.next_deltas():
@@ -194,7 +172,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             answer.cancel()  # also drops the request from the engine
 
     async def _write(
-        self, event: _Reply, context: grpc.aio.ServicerContext[_Request, _Reply]
+        self, event: sampler_pb2.SampleReplies | sampler_pb2.SampleEvent, context: Context
     ) -> None:
         """Send a part of a stream, or abort the call of a reader that does not read."""
         try:
@@ -207,35 +185,33 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             )
 
     async def Sleep(
-        self,
-        request: common_pb2.SleepRequest,
-        context: grpc.aio.ServicerContext[common_pb2.SleepRequest, common_pb2.SwitchReply],
+        self, request: common_pb2.SleepRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        scheduler = (await self._engine(context)).scheduler
-        await self._fence.admit(context)
-        try:
-            switch = await asyncio.wrap_future(scheduler.sleep(_parse_level(request.level)))
-        except TandemError as error:
-            return common_pb2.SwitchReply(failure=error.to_failure())
-        return self._switched("asleep", switch, scheduler)
+        return await self._switch(
+            context, "asleep", lambda: self._scheduler.sleep(_parse_level(request.level))
+        )
 
     async def Wake(
-        self,
-        request: common_pb2.WakeRequest,
-        context: grpc.aio.ServicerContext[common_pb2.WakeRequest, common_pb2.SwitchReply],
+        self, request: common_pb2.WakeRequest, context: Context
     ) -> common_pb2.SwitchReply:
-        scheduler = (await self._engine(context)).scheduler
+        def wake() -> Future[SwitchReport]:
+            wanted = _parse_version(request.version) if request.HasField("version") else None
+            return self._scheduler.wake(wanted)
+
+        return await self._switch(context, "awake", wake)
+
+    async def _switch(
+        self,
+        context: Context,
+        event: str,
+        begin: Callable[[], Future[SwitchReport]],
+    ) -> common_pb2.SwitchReply:
+        await self._check_ready(context)
         await self._fence.admit(context)
         try:
-            wanted = _parse_version(request.version) if request.HasField("version") else None
-            switch = await asyncio.wrap_future(scheduler.wake(wanted))
+            switch = await asyncio.wrap_future(begin())
         except TandemError as error:
             return common_pb2.SwitchReply(failure=error.to_failure())
-        return self._switched("awake", switch, scheduler)
-
-    def _switched(
-        self, event: str, switch: SwitchReport, scheduler: Scheduler
-    ) -> common_pb2.SwitchReply:
         self._log.info(
             event,
             device_bytes=switch.after.device,
@@ -247,33 +223,28 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             bytes_moved=switch.bytes_moved,
             device_bytes=switch.after.device,
             host_bytes=switch.after.host,
-            version=_version_message(scheduler.status.version),
+            version=_version_message(self._scheduler.status.version),
         )
 
     async def _answer(
-        self,
-        request: sampler_pb2.SampleRequest,
-        serving: ServingEngine,
-        *,
-        on_deltas: OnDeltas | None = None,
+        self, request: sampler_pb2.SampleRequest, *, on_deltas: OnDeltas | None = None
     ) -> sampler_pb2.SampleReply:
         """Return the reply to a request, which may be a failure."""
         try:
-            asked = self._parse(request, serving)
+            asked = self._parse(request)
             grammar = None
             if asked.parsed.grammar is not None:
-                grammar = await serving.grammars.compile(asked.parsed.grammar)
+                grammar = await self._grammars.compile(asked.parsed.grammar)
             answer = self._submit(asked, grammar=grammar, on_deltas=on_deltas)
             await asyncio.wrap_future(answer)
         except Exception as error:  # noqa: BLE001 - as above
-            return self._refused(request, error, serving.facts)
+            return self._refused(request, error)
         return self._reply(asked, answer)
 
-    def _parse(self, request: sampler_pb2.SampleRequest, serving: ServingEngine) -> _Asked:
+    def _parse(self, request: sampler_pb2.SampleRequest) -> _Asked:
         return _Asked(
             message=request,
-            serving=serving,
-            parsed=parse_request(request, serving.facts),
+            parsed=parse_request(request, self._facts),
             version=_parse_version(request.version),
             at=time.monotonic(),
         )
@@ -286,7 +257,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         on_deltas: OnDeltas | None = None,
     ) -> Future[Sampled]:
         request = asked.message
-        return asked.serving.scheduler.submit(
+        return self._scheduler.submit(
             SampleJob(
                 request=replace(
                     asked.parsed.request,
@@ -304,7 +275,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         )
 
     def _reply(self, asked: _Asked, answer: Future[Sampled]) -> sampler_pb2.SampleReply:
-        request, facts = asked.message, asked.serving.facts
+        request = asked.message
         try:
             sampled = answer.result()
             sampled_from = versions_of(sampled) if request.in_flight else []
@@ -315,7 +286,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 parsed=asked.parsed,
             )
         except Exception as error:  # noqa: BLE001 - as above
-            return self._refused(request, error, facts)
+            return self._refused(request, error)
         prompt_tokens = len(request.prompt_tokens) // 4
         self._log.debug(
             "sampled",
@@ -335,12 +306,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             ),
             cached_tokens=sampled.result.cached_tokens,
             seconds=sampled.seconds,
-            max_length=facts.max_length,
+            max_length=self._facts.max_length,
             samples=[sampler_pb2.SampleVersions(runs=runs) for runs in sampled_from],
         )
 
     def _refused(
-        self, request: sampler_pb2.SampleRequest, error: Exception, facts: EngineFacts
+        self, request: sampler_pb2.SampleRequest, error: Exception
     ) -> sampler_pb2.SampleReply:
         if not isinstance(error, TandemError):
             self._log.error("sample_failed", request_id=request.operation_id, exc_info=error)
@@ -355,35 +326,28 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             error=error.message,
         )
         return sampler_pb2.SampleReply(
-            failure=error.to_failure(), version=request.version, max_length=facts.max_length
+            failure=error.to_failure(),
+            version=request.version,
+            max_length=self._facts.max_length,
         )
 
-    async def _engine(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> ServingEngine:
-        """Return the engine, or abort the call while it starts."""
-        if self._serving is None:
+    async def _check_ready(self, context: Context) -> None:
+        if not self._is_ready:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is still starting")
-        assert self._serving is not None
-        return self._serving
 
-    async def _leased_engine(
-        self, context: grpc.aio.ServicerContext[_Request, _Reply]
-    ) -> ServingEngine:
-        """Return the engine for calls that use the device.
-
-        Aborts a call without the lease, and every call during sleep."""
-        serving = await self._engine(context)
-        state = serving.scheduler.status.state
+    async def _check_lease(self, context: Context) -> None:
+        """Abort a call that uses the device without the lease, or during sleep."""
+        await self._check_ready(context)
+        state = self._scheduler.status.state
         self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)
         await self._fence.check(context)
-        return serving
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """A parsed request, its arrival on the monotonic clock, and the engine for it."""
+    """A parsed request, and its arrival on the monotonic clock."""
 
     message: sampler_pb2.SampleRequest
-    serving: ServingEngine
     parsed: ParsedRequest
     version: LoadableVersion
     at: float

@@ -14,22 +14,12 @@ from typing import TYPE_CHECKING
 
 from tandem.errors import LoadFailed, describe
 from tandem.v1 import common_pb2
+from tandem.weights.tensors import STORED_TYPES
 
 if TYPE_CHECKING:
     import torch
 
-_TYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+_TYPES = {stored: name.removeprefix("torch.") for name, stored in STORED_TYPES.items()}
 
 
 def open_handoff(handoff: common_pb2.Handoff) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,22 +48,16 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 @dataclass(frozen=True)
 class LoadableVersion:
-    """A weight version in a request, identified by its name.
+    """A weight version in a request, identified by its name and kind.
 
     An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read."""
 
     name: str
-    path: Path
-    run_id: str = ""
-    step: int = 0
+    path: Path = field(compare=False)
+    run_id: str = field(default="", compare=False)
+    step: int = field(default=0, compare=False)
     adapter: bool = False
-    handoff: common_pb2.Handoff | None = None
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadableVersion) and other.name == self.name
-
-    def __hash__(self) -> int:
-        return hash(self.name)
+    handoff: common_pb2.Handoff | None = field(default=None, compare=False)
 
     @property
     def is_base(self) -> bool:
@@ -338,10 +332,14 @@ def read_inventory(directory: Path) -> Inventory:
     Raises `LoadFailed` if a file is damaged or not safetensors, or if a name occurs twice."""
     inventory: Inventory = {}
     for file in weights_files(directory):
-        for name, entry in _read_header(file.path).items():
+        try:
+            header = read_header(file.path)
+        except InvalidRequest as error:
+            raise LoadFailed(f"{directory.name}: {error.message}") from error
+        for name, each in header.items():
             if name in inventory:
                 raise LoadFailed(f"{directory.name}: the tensor {name} is in more than one file")
-            inventory[name] = entry
+            inventory[name] = TensorEntry(each.dtype, each.shape)
     if not inventory:
         raise LoadFailed(f"{directory.name} holds no safetensors file")
     return inventory
@@ -349,14 +347,6 @@ def read_inventory(directory: Path) -> Inventory:
 
 def inventory_of(handoff: common_pb2.Handoff) -> Inventory:
     return {each.name: TensorEntry(each.dtype, tuple(each.shape)) for each in handoff.tensors}
-
-
-def _read_header(file: Path) -> Inventory:
-    try:
-        found = read_header(file)
-    except InvalidRequest as error:
-        raise LoadFailed(f"{file.parent.name}: {error.message}") from error
-    return {name: TensorEntry(each.dtype, each.shape) for name, each in found.items()}
 
 
 def loadable(inventory: Inventory, *, tied: bool) -> Inventory:
