@@ -92,12 +92,12 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
+    as_json: list[structlog.typing.Processor] = [
+        structlog.processors.format_exc_info,
+        structlog.processors.JSONRenderer(serializer=_dumps),
+    ]
     structlog.configure(
-        processors=[
-            *shared,
-            structlog.processors.format_exc_info,
-            structlog.processors.JSONRenderer(serializer=_dumps),
-        ],
+        processors=[*shared, *as_json],
         wrapper_class=structlog.make_filtering_bound_logger(number),
         logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
@@ -109,11 +109,7 @@ def configure_logging(*, service: str, level: str = "info", stream: TextIO | Non
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[
-                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
-                structlog.processors.format_exc_info,
-                structlog.processors.JSONRenderer(serializer=_dumps),
-            ],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *as_json],
         )
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

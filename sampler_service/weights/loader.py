@@ -35,6 +35,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
 from tandem.weights import Canary, Manifest, checksum_file, open_version
 from tandem.weights.model_config import model_files, text_config
+from tandem.weights.model_files import listed
 from tandem.weights.store import in_threads, read_again
 from tandem.weights.sums import WeightSums, added_up, differing, file_sums, sums_of
 from tandem.weights.tensors import read_header
@@ -224,7 +225,7 @@ class Loader:
                 base = self._sums_of(read_tensors(self._base), lambda: None)
             except OSError as error:
                 raise WeightsTouched(
-                    f"{version.name}: the engine holds other numbers in {_some(wrong)}, and the "
+                    f"{version.name}: the engine holds other numbers in {listed(wrong)}, and the "
                     "base model, which would tell whether it keeps numbers as they are, cannot be "
                     f"read: {describe(error)}"
                 ) from error
@@ -232,7 +233,7 @@ class Loader:
         if self._adds_up or version.is_base or version.handoff is not None:
             raise WeightsTouched(
                 f"{version.name}: the engine does not hold these weights, but other numbers in "
-                f"{_some(wrong)}"
+                f"{listed(wrong)}"
             )
         get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
 
@@ -368,8 +369,8 @@ def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> No
     missing = sorted(expected.keys() - offered.keys())
     foreign = sorted(offered.keys() - expected.keys())
     if missing or foreign:
-        parts = [f"lacks {_some(missing)}"] * bool(missing) + [
-            f"has {_some(foreign)} too many"
+        parts = [f"lacks {listed(missing)}"] * bool(missing) + [
+            f"has {listed(foreign)} too many"
         ] * bool(foreign)
         raise LoadFailed(f"{name} {' and '.join(parts)}")
     for tensor, entry in offered.items():
@@ -380,8 +381,3 @@ def check_inventory(offered: Inventory, *, expected: Inventory, name: str) -> No
             )
         if entry.dtype != want.dtype and not {entry.dtype, want.dtype} <= _FLOATING:
             raise LoadFailed(f"{name}: {tensor} is {entry.dtype}, not {want.dtype}")
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -29,7 +29,7 @@ def check_weights(directory: Path) -> None:
         found = read_header(directory / name)
         if gone := sorted(wanted - found.keys()):
             raise InvalidRequest(
-                f"{name} lacks {_some(gone)}, which {INDEX_NAME} says it has: the files are of "
+                f"{name} lacks {listed(gone)}, which {INDEX_NAME} says it has: the files are of "
                 "different models or versions. Fetch both again"
             )
         if not found:
@@ -59,7 +59,7 @@ def tensors_by_file(directory: Path) -> dict[str, set[str]]:
         files.setdefault(name, set()).add(tensor)
     if gone := sorted(name for name in files if not (directory / name).exists()):
         raise InvalidRequest(
-            f"{_some(gone)} of {len(files)} files of {INDEX_NAME} are not there: the download was "
+            f"{listed(gone)} of {len(files)} files of {INDEX_NAME} are not there: the download was "
             "not finished. Fetch them again"
         )
     return files
@@ -78,16 +78,16 @@ def _why_none(directory: Path) -> str:
     names = sorted(path.name for path in directory.iterdir())
     start = f"there is no {SINGLE_NAME} and no {INDEX_NAME}"
     if parts := [name for name in names if name.endswith(".safetensors")]:
-        return f"{start}: {_some(parts)} alone do not say which tensors the model has"
+        return f"{start}: {listed(parts)} alone do not say which tensors the model has"
     if others := [name for name in names if name.endswith((*PICKLES, *_OTHERS))]:
         return (
-            f"{start}, but {_some(others)}: only safetensors are read, and pickles could run code. "
-            "Load the model with transformers and save it again (save_pretrained)"
+            f"{start}, but {listed(others)}: only safetensors are read, and pickles could run "
+            "code. Load the model with transformers and save it again (save_pretrained)"
         )
     return f"{start}: the folder has no weights"
 
 
-def _some(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
     """Example: `"a, b, c and 7 more"`."""
     more = len(names) - _SAMPLE
     return ", ".join(names[:_SAMPLE]) + (f" and {more} more" if more > 0 else "")

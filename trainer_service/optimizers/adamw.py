@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tandem.errors import GradientsNotFinite
 from trainer_service.optimizers.base import AdamWSettings, StepSettings, clip
 from trainer_service.optimizers.staged import StagedMoments
 
@@ -38,15 +37,11 @@ class AdamW:
 
     def step(self, settings: StepSettings) -> dict[str, float]:
         assert isinstance(settings, AdamWSettings)
-        try:
-            norm = clip(
-                self._moments.parameters.values(),
-                limit=settings.grad_clip_norm,
-                sum_over_ranks=self._sum_over_ranks,
-            )
-        except GradientsNotFinite:
-            self.drop_gradients()
-            raise
+        norm = clip(
+            self._moments.parameters.values(),
+            limit=settings.grad_clip_norm,
+            sum_over_ranks=self._sum_over_ranks,
+        )
         self._moments.step(settings)
         self.drop_gradients()
         return {"grad_norm": norm, "learning_rate": settings.learning_rate}

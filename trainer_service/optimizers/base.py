@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -142,7 +142,7 @@ def _check_below_one(name: str, value: float) -> None:
 
 
 def clip(
-    parameters: Iterable[nn.Parameter],
+    parameters: Collection[nn.Parameter],
     *,
     limit: float,
     sum_over_ranks: Callable[[Tensor], None],
@@ -150,11 +150,13 @@ def clip(
     """Scale gradients down to the norm `limit`, or not at all if it is 0 or less. Return the norm
     before.
 
-    Raises `GradientsNotFinite` on all ranks alike. The caller then drops the gradients."""
+    Raises `GradientsNotFinite` on all ranks alike, with the gradients dropped."""
     found = [each.grad for each in parameters if each.grad is not None]
     gradients = [local(each) for each in found]
     norm = _global_norm([local(each) for each in found if _counts(each)], sum_over_ranks)
     if not math.isfinite(norm):
+        for each in parameters:
+            each.grad = None
         raise GradientsNotFinite(
             f"the norm of the gradients is {norm}; they were dropped and the weights are "
             "unchanged. Look for extreme advantages, weights or learning rates"

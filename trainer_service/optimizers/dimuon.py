@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DeviceMesh, DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from tandem.errors import GradientsNotFinite
 from trainer_service.optimizers.adamw import Moments, moment_shapes
 from trainer_service.optimizers.base import AdamWSettings, DiMuonSettings, StepSettings, clip
 
@@ -55,15 +54,11 @@ class DiMuon:
 
     def step(self, settings: StepSettings) -> dict[str, float]:
         assert isinstance(settings, DiMuonSettings)
-        try:
-            norm = clip(
-                self._parameters.values(),
-                limit=settings.grad_clip_norm,
-                sum_over_ranks=self._sum_over_ranks,
-            )
-        except GradientsNotFinite:
-            self.drop_gradients()
-            raise
+        norm = clip(
+            self._parameters.values(),
+            limit=settings.grad_clip_norm,
+            sum_over_ranks=self._sum_over_ranks,
+        )
         self._plain.step(settings)
         self._sharded.step(settings)
         self._moments.step(
