@@ -35,7 +35,7 @@ from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import LoadableVersion, Loader, LoadOutcome, Verified
+from sampler_service.weights.loader import LoadableVersion, Loader, LoadOutcome
 from sampler_service.weights.read_ahead import ReadAhead, in_thread
 from sampler_service.work import (
     QueuedLoad,
@@ -252,7 +252,7 @@ class Scheduler:
         needed = (
             work.weights
             for work in self._waiting.oldest
-            if not work.version.adapter or self._was_verified(work.version)
+            if not work.version.adapter or self._adapter_reader.has_verified(work.version)
         )
         return next((weights for weights in needed if weights != self._loaded), None)
 
@@ -266,13 +266,10 @@ class Scheduler:
         missing = work.version.adapter and work.version not in self._adapters
         return missing and self._adapter_reader.seconds_left is not None
 
-    def _was_verified(self, adapter: LoadableVersion) -> bool:
-        return isinstance(self._adapter_reader.outcome(adapter), Verified)
-
     @property
     def _ready_weights(self) -> LoadableVersion | None:
         target = self._next_weights
-        return target if target is not None and self._was_read(target) else None
+        return target if target is not None and self._reader.has_verified(target) else None
 
     def _can_load(self, target: LoadableVersion) -> bool:
         """Whether nothing runs, or only work that continues with these weights."""
@@ -287,28 +284,25 @@ class Scheduler:
         """Whether waiting in-flight work names the version, so that others follow."""
         return any(work.in_flight for work in self._waiting.work_of(version))
 
-    def _was_read(self, version: LoadableVersion) -> bool:
-        return isinstance(self._reader.outcome(version), Verified)
-
     def _read_ahead(self) -> None:
         """Start to read the next weights and adapter. Fail the work of failed readings."""
-        while (adapter := self._next_adapter) is not None:
-            self._adapter_reader.want(adapter)
-            outcome = self._adapter_reader.outcome(adapter)
-            if not isinstance(outcome, LoadFailed):
-                break
-            self._adapter_failed(adapter, outcome)
-        else:
-            self._adapter_reader.want(None)
-        if self._switches:
-            return  # a wake chooses its own weights
-        while (target := self._next_weights) is not None:
-            self._reader.want(target)
-            outcome = self._reader.outcome(target)
+        self._read(self._adapter_reader, lambda: self._next_adapter, self._adapter_failed)
+        if not self._switches:  # a wake chooses its own weights
+            self._read(self._reader, lambda: self._next_weights, self._weights_failed)
+
+    def _read(
+        self,
+        reader: ReadAhead,
+        wanted: Callable[[], LoadableVersion | None],
+        failed: Callable[[LoadableVersion, LoadFailed], None],
+    ) -> None:
+        while (version := wanted()) is not None:
+            reader.want(version)
+            outcome = reader.outcome(version)
             if not isinstance(outcome, LoadFailed):
                 return
-            self._weights_failed(target, outcome)
-        self._reader.want(None)
+            failed(version, outcome)
+        reader.want(None)
 
     def _take(self) -> None:
         """Move new work to the waiting list, and drop cancelled or late work. Blocks while idle."""
@@ -381,9 +375,9 @@ class Scheduler:
     def _is_blocked(self, work: Work) -> bool:
         """Whether work waits for a switch, or for an adapter's room, with its weights read."""
         if work.weights != self._loaded:
-            return self._was_read(work.weights)
+            return self._reader.has_verified(work.weights)
         missing = work.version.adapter and work.version not in self._adapters
-        return missing and self._adapters.full and self._was_verified(work.version)
+        return missing and self._adapters.full and self._adapter_reader.has_verified(work.version)
 
     def _serves(self, version: LoadableVersion) -> bool:
         if version.adapter:

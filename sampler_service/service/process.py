@@ -14,7 +14,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -57,43 +57,44 @@ def run() -> NoReturn:
     faulthandler.enable()  # logs the stacks of a crash in native code
     configure_logging(service="sampler", level=spec.log_level)
     try:
-        spec = _confined(spec)
+        settings = _confine(spec.sampler or SamplerSettings(), spec.devices)
     except TandemError as error:
         link.report(WorkerReport.of_error(error))
         os._exit(1)
     with log_context(worker_id=spec.worker_id, session_id=spec.session_id):
-        model, settings = Path(spec.model_path), spec.sampler or SamplerSettings()
+        model = Path(spec.model_path)
         start = partial(start_engine, model, settings, sleeps=spec.lease > 0)
         if in_own_process(settings):
             patience = settings.operation_timeout
             process = EngineProcess.fork(start, model=model, patience=patience)
-            status = asyncio.run(_Process(spec, link, process.connect).serve())
+            status = asyncio.run(_Process(spec, settings, link, process.connect).serve())
             process.kill_engine()
         else:
-            status = asyncio.run(_Process(spec, link, start).serve())
+            status = asyncio.run(_Process(spec, settings, link, start).serve())
     # The engine's thread may be inside a step, and this process needs no clean-up.
     os._exit(status)
 
 
-def _confined(spec: WorkerSpec) -> WorkerSpec:
-    """Confine this process to its devices. Returns the specification for them.
+def _confine(settings: SamplerSettings, names: Sequence[str]) -> SamplerSettings:
+    """Confine this process to its devices. Returns the settings for them.
 
     Raises `WorkerStartFailed`."""
-    settings = spec.sampler or SamplerSettings()
-    devices = devices_of_ranks(spec.devices, ranks=settings.ranks)
+    devices = devices_of_ranks(names, ranks=settings.ranks)
     if not devices:
-        return spec
+        return settings
     device = together(devices)
     confine(device)
-    return spec.model_copy(update={"sampler": settings.model_copy(update={"device": device.kind})})
+    return settings.model_copy(update={"device": device.kind})
 
 
 class _Process:
-    def __init__(self, spec: WorkerSpec, link: LauncherLink, start: Start) -> None:
+    def __init__(
+        self, spec: WorkerSpec, settings: SamplerSettings, link: LauncherLink, start: Start
+    ) -> None:
         self._spec = spec
         self._link = link
         self._start = start
-        self._settings = spec.sampler or SamplerSettings()
+        self._settings = settings
         self._metrics = SamplerMetrics(CollectorRegistry())
         self._servicer = SamplerServicer(
             fence=Fence(spec.lease),

@@ -89,6 +89,10 @@ class ReadAhead:
         except LoadFailed as error:
             return error
 
+    def has_verified(self, version: LoadableVersion) -> bool:
+        """Return whether a version was read and verified."""
+        return isinstance(self.outcome(version), Verified)
+
     def take_version(self, version: LoadableVersion) -> Verified:
         """Wait for a version, return it, and forget it. Raises `LoadFailed`."""
         self.want(version)
