@@ -35,9 +35,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from tokenizers import Tokenizer
 
-MAX_REGEX_BYTES = 16 * 1024
-MAX_SCHEMA_BYTES = 64 * 1024
-MAX_LARK_BYTES = 64 * 1024
+_MOST_BYTES = {"regex": 16 * 1024, "json_schema": 64 * 1024, "lark": 64 * 1024}
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 64 * 1024
 _BOOLEAN_SCHEMAS = {"true": "{}", "false": '{"enum": []}'}
@@ -76,16 +74,12 @@ def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | 
     kind = message.WhichOneof("form")
     if kind is None:
         return None
-    if kind == "regex":
-        _check_size("the regex", message.regex, limit=MAX_REGEX_BYTES)
-        return Grammar("regex", message.regex)
-    if kind == "json_schema":
-        _check_size("the JSON schema", message.json_schema, limit=MAX_SCHEMA_BYTES)
-        schema = message.json_schema.strip()  # llguidance takes no bare true or false
-        return Grammar("json_schema", _BOOLEAN_SCHEMAS.get(schema, message.json_schema))
-    if kind == "lark":
-        _check_size("the Lark grammar", message.lark, limit=MAX_LARK_BYTES)
-        return Grammar("lark", message.lark)
+    if kind == "regex" or kind == "json_schema" or kind == "lark":
+        text: str = getattr(message, kind)
+        _check_size(_NAMES[kind], text, limit=_MOST_BYTES[kind])
+        if kind == "json_schema":  # llguidance takes no bare true or false
+            text = _BOOLEAN_SCHEMAS.get(text.strip(), text)
+        return Grammar(kind, text)
     if kind == "choice":
         choices = list(dict.fromkeys(message.choice.choices))
         if not 1 <= len(choices) <= MAX_CHOICES:

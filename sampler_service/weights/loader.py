@@ -14,7 +14,6 @@ A base model has neither manifest nor canary."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -91,7 +90,6 @@ class Verified:
     canary: Canary | None = None
     sums: WeightSums | None = None
     bytes: int = 0
-    seconds: float = 0.0
     handoff_failure: str = ""
 
 
@@ -129,7 +127,6 @@ class Loader:
     def _accept(self, version: LoadableVersion, handoff: common_pb2.Handoff) -> Verified:
         """Check the description of a handoff against the engine. Raises `LoadFailed` and
         `OSError`."""
-        started = time.monotonic()
         if handoff.name != version.name:
             raise LoadFailed(f"{handoff.name} is handed over, not {version.name}")
         if not self._adds_up:
@@ -141,11 +138,9 @@ class Loader:
         sums = sums_of(
             (each.name, each.sum) for each in handoff.tensors if each.name in self._expected
         )
-        seconds = time.monotonic() - started
-        return Verified(version, manifest.canary, sums, bytes=manifest.bytes, seconds=seconds)
+        return Verified(version, manifest.canary, sums, bytes=manifest.bytes)
 
     def _read_files(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
-        started = time.monotonic()
         try:
             manifest = self._check(version, go_on)
             sums = None if manifest is None else self._read(version.path, manifest, go_on)
@@ -153,8 +148,7 @@ class Loader:
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         canary = None if manifest is None else manifest.canary
-        seconds = time.monotonic() - started
-        return Verified(version, canary, sums, bytes=size, seconds=seconds)
+        return Verified(version, canary, sums, bytes=size)
 
     def place(self, verified: Verified) -> None:
         """Put a version's weights into the idle engine.
