@@ -78,15 +78,6 @@ class Sleeper:
             self._engine.wake_up(tags=[part])
 
 
-# --- In vLLM's worker, on a GPU -----------------------------------------------------------
-
-
-def free_pinned() -> None:
-    """Free torch's cached pinned memory. torch 2.11, which vLLM 0.26 needs, has no public name for
-    this."""
-    torch._C._host_emptyCache()
-
-
 # --- In vLLM's worker, on a CPU -----------------------------------------------------------
 
 

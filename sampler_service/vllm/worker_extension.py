@@ -24,7 +24,6 @@ from sampler_service.vllm.internals import (
 )
 from sampler_service.vllm.memory import (
     drop_weights,
-    free_pinned,
     release_pages,
     resident_bytes,
     trim_heap,
@@ -111,7 +110,7 @@ class WeightsExtension:
         use_adapter_in(self.model_runner, ids, adapter)
 
     def tandem_free_pinned(self) -> None:
-        free_pinned()
+        torch._C._host_emptyCache()  # torch 2.11, which vLLM 0.26 needs, has no public name for it
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
         """Give back the KV cache's memory, and the weights' with `drop`. The cache then reads as
