@@ -1,80 +1,14 @@
 """Errors that Tandem reports to clients and between its processes.
 
-    TandemError
-    ├── UserError (also a ValueError): the request is wrong, and fails again if repeated
-    │   ├── Unauthenticated         401
-    │   │   └── TokenRefused        401
-    │   ├── PermissionDenied        403
-    │   ├── UnknownModel            404
-    │   ├── UnknownSession          404
-    │   ├── UnknownRun              404
-    │   ├── UnknownSampler          404
-    │   ├── UnknownWeights          404
-    │   ├── UnknownRequest          404
-    │   ├── UnknownKey              404
-    │   ├── UnknownGroup            404
-    │   ├── AddressForged           403
-    │   ├── AddressExpired          410
-    │   ├── SessionFinished         410
-    │   ├── PayloadTooLarge         413
-    │   ├── LimitExceeded           403
-    │   ├── InvalidRequest          400
-    │   │   ├── MalformedPayload
-    │   │   ├── UnsupportedInput
-    │   │   ├── SdkTooOld
-    │   │   ├── CustomLossInvalid
-    │   │   ├── StructuredOutputInvalid
-    │   │   ├── UnsuitableLora
-    │   │   ├── UnsupportedByBackend
-    │   │   └── CheckpointMismatch
-    │   ├── UnknownSchema
-    │   ├── UnknownSetting
-    │   ├── EmptyBatch
-    │   ├── TokenOutOfVocabulary
-    │   ├── SequenceTooLong
-    │   ├── LossInputMissing
-    │   ├── LossInputShape
-    │   ├── LossInputNotFinite
-    │   ├── UnknownLoss
-    │   ├── UnknownLossSetting
-    │   ├── CustomLossFailed
-    │   ├── OptimizerSetting
-    │   ├── NoGradients
-    │   ├── GradientsIncomplete
-    │   ├── NameTaken
-    │   ├── NoRoom
-    │   ├── SampleCancelled
-    │   ├── SequenceGap
-    │   └── SequenceTaken
-    └── ServerError: the request is valid, but was not carried out
-        ├── WorkerStartFailed
-        │   └── WorkerCrashed
-        ├── WorkerDied
-        ├── WorkerMayRun
-        ├── OperationTimedOut
-        ├── OutOfMemory
-        ├── GatewayRestarted
-        ├── GatewaySuperseded       503
-        ├── StandingBy              503
-        ├── StorageFailed           503
-        │   └── StorageFull         507
-        ├── PublishFailed
-        ├── LoadFailed
-        ├── CheckpointDamaged
-        ├── GradientsNotFinite
-        ├── Overloaded              429
-        ├── RequestTimedOut         408
-        ├── IllegalTransition
-        ├── CannotSleep
-        ├── SuspendFailed
-        └── InternalError
+A `UserError` says that the request is wrong, and fails again if repeated. A `ServerError` says that
+the request is valid, but was not carried out. docs/design/errors.md lists all of them.
 
 An error crosses a process boundary as (type, message). `type` is the snake-case name of its class,
 and `from_failure` finds the class again. The status is the HTTP answer to a request that is refused
 at once, by default 400 or 500. A failed operation that was accepted gets 200 and `{"error",
 "category"}`, because the SDK repeats 409, 429 and 5xx for five minutes.
 
-To add an error, add its class here and its name to this tree."""
+To add an error, add its class here and its example to `scripts/error_table.py`."""
 
 from __future__ import annotations
 
