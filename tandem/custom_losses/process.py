@@ -182,7 +182,7 @@ def _patience(seconds: float) -> float:
 def _cause(code: int, limits: Limits, *, late: bool) -> str:
     """Return the reason of the process's end. `late`: it exceeded the limit on the clock."""
     if code == -signal.SIGXCPU:
-        return _too_long(limits.seconds)
+        return f"it took more than {limits.seconds:g} s of processor time on the request's datums"
     if late:
         return (
             f"it did not end within {_patience(limits.seconds):g} s, in which it got less than "
@@ -192,10 +192,6 @@ def _cause(code: int, limits: Limits, *, late: bool) -> str:
         f"its process ended ({code}): it may have taken more memory than {limits.memory >> 20} MiB "
         "for a datum"
     )
-
-
-def _too_long(seconds: float) -> str:
-    return f"it took more than {seconds:g} s of processor time on the request's datums"
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

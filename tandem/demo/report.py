@@ -108,18 +108,12 @@ class RunDirectory:
         self._metrics = path / "metrics.jsonl"
         self._metrics.write_text("")
 
-    def write_configuration(self, configuration: dict[str, object]) -> None:
-        (self.path / "config.json").write_text(json.dumps(configuration, indent=1, default=str))
+    def write_json(self, name: str, content: object) -> None:
+        (self.path / name).write_text(json.dumps(content, indent=1, default=str))
 
     def add_step(self, result: StepResult, **more: object) -> None:
         with self._metrics.open("a") as file:
             file.write(json.dumps(asdict(result) | more) + "\n")
-
-    def write_answers(self, answers: list[dict[str, object]]) -> None:
-        (self.path / "answers.json").write_text(json.dumps(answers, indent=1))
-
-    def write_summary(self, summary: dict[str, object]) -> None:
-        (self.path / "summary.json").write_text(json.dumps(summary, indent=1))
 
     def draw_rewards(self, rewards: Sequence[float], *, title: str) -> None:
         """Plot the mean reward against the step, as `reward.png`."""

@@ -56,7 +56,7 @@ class _Demo:
         self._ready = self._warmed_up = 0.0
         self._ranks = 0
         self._directory = RunDirectory(configuration.out)
-        self._directory.write_configuration(configuration.model_dump(mode="json"))
+        self._directory.write_json("config.json", configuration.model_dump(mode="json"))
 
     def run(self) -> dict[str, object]:
         configuration, console = self._configuration, self._console
@@ -88,7 +88,7 @@ class _Demo:
             [result.reward_mean for result in results],
             title=f"One-digit addition, {algorithm}, seed {seed}",
         )
-        self._directory.write_summary(summary)
+        self._directory.write_json("summary.json", summary)
         if saved is not None:
             self._say(f"The trained weights are kept as {saved}")
         console.print(
@@ -198,11 +198,12 @@ class _Demo:
         """Answer all problems greedily and store the answers. Returns the share of right ones."""
         answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
         prompts = [loop.text(rollout.prompt) for rollout in answers]
-        self._directory.write_answers(
+        self._directory.write_json(
+            "answers.json",
             [
                 {"prompt": prompt, "answer": rollout.text, "reward": rollout.reward}
                 for prompt, rollout in zip(prompts, answers, strict=True)
-            ]
+            ],
         )
         shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
         self._say(f"Greedy answers of the trained policy: {', '.join(shown)}")
