@@ -9,7 +9,6 @@ An idle engine that no trainer keeps does not ask for a group."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from gateway.workers.groups import WorkerGroup
 from gateway.workers.memory import gib
 from gateway.workers.overview import Overview
 from gateway.workers.requests import WorkerRequest
-from gateway.workers.steps import PlaceRows, Step, StopWorker, TakeGroup
+from gateway.workers.steps import Decision, PlaceRows, StopWorker, TakeGroup
 from gateway.workers.table import WorkerRow
 
 MOST_OVERTAKEN = 8
@@ -26,14 +25,12 @@ ENGINE_QUANTUM = 60.0
 """Seconds of service before an engine ends for others."""
 
 
-def place_waiting(overview: Overview) -> tuple[list[Step], Overview]:
+def place_waiting(decision: Decision) -> None:
     """Give groups to the rows that fit, in turn."""
-    steps: list[Step] = []
-    while (rows := _next_placed(overview)) is not None:
+    while (rows := _next_placed(decision.overview)) is not None:
+        decision.overview = decision.overview.with_rows(rows)
         step = PlaceRows(rows)
-        steps.append(step)
-        overview = replace(overview.with_rows(rows), busy=overview.busy.union(step.placed))
-    return steps, overview
+        decision.begin(step, step.placed)
 
 
 def _next_placed(overview: Overview) -> tuple[WorkerRow, ...] | None:
@@ -256,11 +253,12 @@ def _why_not_in_host_memory(
 # --- Making room ----------------------------------------------------------------------------------
 
 
-def make_room(overview: Overview) -> tuple[list[Step], float, Overview]:
+def make_room(decision: Decision) -> None:
     """End idle engines where that makes room for a waiting row, and on drained groups.
 
     An engine serves for a quantum before it ends for others. Without a process it loses its place
-    at once. Return also the time of the next look."""
+    at once."""
+    overview = decision.overview
     idle = sorted(
         (row for row in overview.rows.values() if _may_end(overview, row)),
         key=lambda row: overview.demand_of(row).idle_since,
@@ -292,19 +290,16 @@ def make_room(overview: Overview) -> tuple[list[Step], float, Overview]:
                 for each, group in zip(bundle, found, strict=True)
             ]
         )
-    steps: list[Step] = [_end_engine(row) for row in ripe if row.key in ending]
-    later = [_ripe_at(overview, row) for row in idle if row not in ripe] if asking else []
     for row in ripe:
-        if row.key in ending:
-            overview = overview.while_ending(row)
-    return steps, min(later, default=math.inf), overview
-
-
-def _end_engine(row: WorkerRow) -> Step:
-    if not row.has_process:
-        return TakeGroup(row.key)
-    reason = "another worker needs its place"
-    return StopWorker(row.key, reason, at_once=False, ends_as="waiting")
+        if row.key not in ending:
+            continue
+        if row.has_process:
+            reason = "another worker needs its place"
+            decision.end(StopWorker(row.key, reason, at_once=False, ends_as="waiting"))
+        else:
+            decision.end(TakeGroup(row.key))
+    for row in idle if asking else ():
+        decision.look_at(_ripe_at(overview, row))
 
 
 def _may_end(overview: Overview, row: WorkerRow) -> bool:

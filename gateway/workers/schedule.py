@@ -6,7 +6,6 @@ part sees the overview after the steps of the parts before."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from gateway.workers.placing import (
     together_with,
 )
 from gateway.workers.steps import (
+    Decision,
     FindWorker,
     ForgetRow,
     RefuseCalls,
@@ -29,7 +29,7 @@ from gateway.workers.steps import (
     TakeGroup,
 )
 from gateway.workers.table import UNCERTAIN, WorkerRow
-from gateway.workers.turns import Turns, queue, take_turns, why_not_start
+from gateway.workers.turns import queue, take_turns, why_not_start
 
 CONTENDED_SILENCE = 15.0
 """Seconds after which a silent worker is killed if others wait for its devices."""
@@ -37,23 +37,21 @@ CONTENDED_SILENCE = 15.0
 
 def schedule(overview: Overview) -> tuple[list[Step], float]:
     """Return the next steps, and the time at which to decide again if nothing happens before."""
-    steps, again_at, overview = _end_rows(overview)
-    refused, at, overview = _refuse_calls(overview)
-    steps, again_at = [*steps, *refused], min(again_at, at)
-    placed, overview = place_waiting(overview)
-    ended, at, overview = make_room(overview)
-    steps, again_at = [*steps, *placed, *ended], min(again_at, at)
+    decision = Decision(overview)
+    _end_rows(decision)
+    _refuse_calls(decision)
+    place_waiting(decision)
+    make_room(decision)
     for group in overview.groups.values():
-        more, at, overview = take_turns(overview, group)
-        steps, again_at = [*steps, *more], min(again_at, at)
-    rests = (demand.rests_until for demand in overview.demand.values())
-    return steps, min([again_at, *(at for at in rests if at > overview.now)])
+        take_turns(decision, group)
+    for demand in overview.demand.values():
+        decision.look_at(demand.rests_until)
+    return decision.steps, decision.again_at
 
 
-def _end_rows(overview: Overview) -> Turns:
+def _end_rows(decision: Decision) -> None:
     """End rows that were released, silent workers, and stops that an earlier gateway began."""
-    steps: list[StopWorker | ForgetRow | TakeGroup | FindWorker] = []
-    again_at = math.inf
+    overview = decision.overview
     for row in overview.rows.values():
         if row.key in overview.busy and not (row.state == "starting" and row.ends_as == "gone"):
             continue
@@ -64,61 +62,49 @@ def _end_rows(overview: Overview) -> Turns:
         if ends:
             at_once = row.state in ("starting", "stopping")
             reason = row.reason or "it was released"
-            steps.append(StopWorker(row.key, reason, at_once=at_once, ends_as=row.ends_as))
+            decision.end(StopWorker(row.key, reason, at_once=at_once, ends_as=row.ends_as))
         elif row.ends_as == "gone":
-            steps.append(ForgetRow(row.key))
+            decision.end(ForgetRow(row.key))
         elif row.state == "placed" and row.ends_as == "waiting":
-            steps.append(TakeGroup(row.key))
+            decision.end(TakeGroup(row.key))
         elif uncertain:
-            steps.append(FindWorker(row.key))
-        elif row.state == "awake":
-            silent, at = _end_silent(overview, row)
-            steps, again_at = [*steps, *silent], min(again_at, at)
-    for step in steps:
-        row = overview.rows[step.key]
-        if isinstance(step, StopWorker):
-            overview = overview.while_ending(row)
-        else:
-            overview = replace(overview, busy=overview.busy | {row.key})
-    return [*steps], again_at, overview
+            decision.begin(FindWorker(row.key), [row.key])
+        elif row.state == "awake" and (since := overview.demand_of(row).silent_since):
+            _end_silent(decision, overview, row, since)
 
 
-def _end_silent(overview: Overview, row: WorkerRow) -> tuple[list[StopWorker | FindWorker], float]:
+def _end_silent(decision: Decision, overview: Overview, row: WorkerRow, since: float) -> None:
     """Kill a silent worker, sooner while others wait for its devices. If its launcher is silent
     too, look for the worker instead."""
-    demand = overview.demand_of(row)
-    since = demand.silent_since
-    if not since:
-        return [], math.inf
-    group = overview.group_of(row)
-    patience = overview.budgets.silence
+    group, patience = overview.group_of(row), overview.budgets.silence
     if group.leased and any(each.key != row.key for each in queue(overview, group)):
         patience = min(patience, CONTENDED_SILENCE)
     if overview.now < since + patience:
-        return [], since + patience
-    if group.launcher_of(row.request.kind) in overview.silent:
-        return [FindWorker(row.key)] * (demand.rests_until <= overview.now), math.inf
-    seconds = overview.now - since
-    return [StopWorker(row.key, f"it did not answer its heartbeat for {seconds:.0f} s")], math.inf
+        decision.look_at(since + patience)
+    elif group.launcher_of(row.request.kind) not in overview.silent:
+        seconds = overview.now - since
+        reason = f"it did not answer its heartbeat for {seconds:.0f} s"
+        decision.end(StopWorker(row.key, reason))
+    elif overview.demand_of(row).rests_until <= overview.now:
+        decision.begin(FindWorker(row.key), [row.key])
 
 
-def _refuse_calls(overview: Overview) -> Turns:
+def _refuse_calls(decision: Decision) -> None:
     """Refuse the calls of engines that nobody could serve for the whole patience."""
-    steps: list[Step] = []
-    again_at, patience = math.inf, overview.budgets.patience
-    for row in overview.rows.values():
+    patience = decision.overview.budgets.patience
+    for row in decision.overview.rows.values():
+        overview = decision.overview
         demand, since = overview.demand_of(row), _unserved_since(overview, row)
         if row.kind != "engine" or not demand.waiting or since is None:
             continue
         if (at := max(since, demand.waiting_since) + patience) > overview.now:
-            again_at = min(again_at, at)
+            decision.look_at(at)
             continue
         explained = explain_wait(overview, row)
         why = f" ({explained.reason})" if explained is not None else ""
         reason = f"nobody could serve it within {patience:g} s{why}; try again later"
-        steps.append(RefuseCalls(row.key, reason))
-        overview = overview.with_demand(row, replace(demand, waiting=0))
-    return steps, again_at, overview
+        decision.take(RefuseCalls(row.key, reason))
+        decision.overview = overview.with_demand(row, replace(demand, waiting=0))
 
 
 def _unserved_since(overview: Overview, row: WorkerRow) -> float | None:

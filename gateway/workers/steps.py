@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
-from gateway.workers.overview import Way
+from gateway.workers.overview import Overview, Way
 from gateway.workers.table import EndState, WorkerRow
 
 
@@ -116,3 +118,41 @@ Step = (
     | RefuseCalls
     | KeepAwake
 )
+
+
+@dataclass
+class Decision:
+    """The steps of a decision, the overview after them, and the time of the next decision if
+    nothing happens before."""
+
+    overview: Overview
+    steps: list[Step] = field(default_factory=list)
+    again_at: float = math.inf
+
+    def take(self, step: Step, *rows: WorkerRow) -> None:
+        """Take a step that changes these rows at once."""
+        self.steps.append(step)
+        if rows:
+            self.overview = self.overview.with_rows(rows)
+
+    def begin(self, step: Step, keys: Iterable[str]) -> None:
+        """Take a step during which these rows get no other one."""
+        self.steps.append(step)
+        self.overview = replace(self.overview, busy=self.overview.busy.union(keys))
+
+    def end(self, step: StopWorker | ForgetRow | TakeGroup) -> None:
+        self.steps.append(step)
+        self.overview = self.overview.while_ending(self.overview.rows[step.key])
+
+    def admit(self, row: WorkerRow) -> None:
+        """Begin the waiting calls of an awake worker."""
+        self.steps.append(KeepAwake(row.key))
+        demand = self.overview.demand_of(row)
+        uses = demand.uses + demand.waiting
+        admitted = replace(demand, uses=uses, waiting=0, yielding=False)
+        self.overview = self.overview.with_demand(row, admitted)
+
+    def look_at(self, at: float) -> None:
+        """Decide again at this time, unless it is past."""
+        if at > self.overview.now:
+            self.again_at = min(self.again_at, at)

@@ -21,10 +21,10 @@ from gateway.workers.memory import (
 from gateway.workers.overview import Overview
 from gateway.workers.steps import (
     AskToYield,
+    Decision,
     KeepAwake,
     PutToSleep,
     StartWorker,
-    Step,
     StopWorker,
     WakeWorker,
 )
@@ -35,19 +35,14 @@ ROUND_TRIP = 0.02
 _SWITCHES_PER_QUANTUM = 10
 """A quantum is at least ten switches, so that busy workers spend a tenth of it on them."""
 
-Turns = tuple[list[Step], float, Overview]
-"""The steps, the time of the next decision, and the overview after the steps."""
 
-
-def take_turns(overview: Overview, group: WorkerGroup) -> Turns:
+def take_turns(decision: Decision, group: WorkerGroup) -> None:
     """Decide which workers of one group wake, yield and sleep."""
-    steps, again_at, overview = _admit(overview, group)
-    if not group.leased:
-        return steps, again_at, overview
-    for decide in (_evict, _ask_to_yield, _put_to_sleep):
-        more, at, overview = decide(overview, group)
-        steps, again_at = [*steps, *more], min(again_at, at)
-    return steps, again_at, overview
+    _admit(decision, group)
+    if group.leased:
+        _evict(decision, group)
+        _ask_to_yield(decision, group)
+        _put_to_sleep(decision, group)
 
 
 # --- The queue ------------------------------------------------------------------------------------
@@ -107,26 +102,24 @@ def _may_begin(overview: Overview, row: WorkerRow) -> bool:
 # --- Waking ---------------------------------------------------------------------------------------
 
 
-def _admit(overview: Overview, group: WorkerGroup) -> Turns:
+def _admit(decision: Decision, group: WorkerGroup) -> None:
     """Start or wake workers in turn, as long as the next one fits."""
-    steps: list[Step] = []
-    for row in overview.on(group):
-        demand = overview.demand_of(row)
-        if _is_awake(overview, row) and demand.waiting and not demand.yielding:
-            steps.append(KeepAwake(row.key))  # its calls began to wait during another step
-            overview = _with_calls_admitted(overview, row)
-    for row in queue(overview, group):
+    for row in decision.overview.on(group):
+        demand = decision.overview.demand_of(row)
+        if _is_awake(decision.overview, row) and demand.waiting and not demand.yielding:
+            decision.admit(row)  # its calls began to wait during another step
+    for row in queue(decision.overview, group):
+        overview = decision.overview
         if not _may_begin(overview, row):
             continue  # it waits for a process, not for the devices
         if lacks_device_bytes(overview, row):
             continue  # it waits until a sleeper ends
         if why_not_on_device(overview, row) or _no_host_room(overview, row):
             break
-        starts = row.state == "placed"
-        steps.append(StartWorker(row.key) if starts else WakeWorker(row.key))
-        moved = row.moved("starting" if starts else "waking", at=overview.now)
-        overview = overview.with_rows([moved])
-    return steps, math.inf, overview
+        if row.state == "placed":
+            decision.take(StartWorker(row.key), row.moved("starting", at=overview.now))
+        else:
+            decision.take(WakeWorker(row.key), row.moved("waking", at=overview.now))
 
 
 def _no_host_room(overview: Overview, row: WorkerRow) -> bool:
@@ -138,8 +131,9 @@ def _no_host_room(overview: Overview, row: WorkerRow) -> bool:
     return under_way or not is_overdue(overview, row) or bool(sleepers_in_the_way(overview, row))
 
 
-def _evict(overview: Overview, group: WorkerGroup) -> Turns:
+def _evict(decision: Decision, group: WorkerGroup) -> None:
     """End a sleeper if an overdue worker needs its memory."""
+    overview = decision.overview
     blocked = [
         row
         for row in queue(overview, group)
@@ -151,34 +145,26 @@ def _evict(overview: Overview, group: WorkerGroup) -> Turns:
             continue
         if any(sleeper.key in overview.busy for sleeper in sleepers):
             break  # a sleeper ends already
-        reason = "another worker needs its memory"
-        return [StopWorker(sleepers[0].key, reason)], math.inf, overview.while_ending(sleepers[0])
-    overdue = (_overdue_at(overview, row) for row in blocked)
-    return [], min((at for at in overdue if at > overview.now), default=math.inf), overview
-
-
-def _with_calls_admitted(overview: Overview, row: WorkerRow) -> Overview:
-    """Return the overview after the waiting calls of an awake worker began."""
-    demand = overview.demand_of(row)
-    uses = demand.uses + demand.waiting
-    return overview.with_demand(row, replace(demand, uses=uses, waiting=0, yielding=False))
+        decision.end(StopWorker(sleepers[0].key, "another worker needs its memory"))
+        return
+    for row in blocked:
+        decision.look_at(_overdue_at(overview, row))
 
 
 # --- Yielding -------------------------------------------------------------------------------------
 
 
-def _ask_to_yield(overview: Overview, group: WorkerGroup) -> Turns:
+def _ask_to_yield(decision: Decision, group: WorkerGroup) -> None:
     """Ask workers to yield to waiting ones. If nobody waits, let yielding workers go on."""
+    overview = decision.overview
     waiting = _waiting_for_devices(overview, group)
     awake = [row for row in overview.on(group) if _is_awake(overview, row)]
-    steps: list[Step] = []
     if not waiting:
         for row in awake:
             demand = overview.demand_of(row)
             if demand.yielding and not demand.idle:
-                steps.append(KeepAwake(row.key))
-                overview = _with_calls_admitted(overview, row)
-        return steps, math.inf, overview
+                decision.admit(row)
+        return
     leaving = frozenset(row.key for row in overview.on(group) if _is_leaving(overview, row))
     due = sorted((_yields_at(overview, row, waiting), row.key) for row in awake)
     woken: list[WorkerRow] = []
@@ -187,24 +173,18 @@ def _ask_to_yield(overview: Overview, group: WorkerGroup) -> Turns:
         while why_not_on_device(imagined, row, leaving=leaving):
             found = _next_to_yield(overview, row, due, leaving)
             if found is None:
-                times = [at for at, key in due if key not in leaving]
-                times.append(_overdue_at(overview, row))
-                again_at = min((at for at in times if at > overview.now), default=math.inf)
-                return steps, again_at, _yielding(overview, steps)
+                for at in (
+                    _overdue_at(overview, row),
+                    *(at for at, key in due if key not in leaving),
+                ):
+                    decision.look_at(at)
+                return
             leaving |= {found}
-            steps.append(AskToYield(found))
+            decision.steps.append(AskToYield(found))
+            holder = overview.rows[found]
+            yielding = replace(overview.demand_of(holder), yielding=True)
+            decision.overview = decision.overview.with_demand(holder, yielding)
         woken.append(row.moved("starting" if row.state == "placed" else "waking", at=overview.now))
-    return steps, math.inf, _yielding(overview, steps)
-
-
-def _yielding(overview: Overview, steps: Sequence[Step]) -> Overview:
-    """Return the overview after workers were asked to yield."""
-    for step in steps:
-        if isinstance(step, AskToYield):
-            row = overview.rows[step.key]
-            demand = replace(overview.demand_of(row), yielding=True)
-            overview = overview.with_demand(row, demand)
-    return overview
 
 
 def _waiting_for_devices(overview: Overview, group: WorkerGroup) -> list[WorkerRow]:
@@ -279,41 +259,40 @@ def _sleeps_at(overview: Overview, row: WorkerRow) -> float:
 # --- Sleeping -------------------------------------------------------------------------------------
 
 
-def _put_to_sleep(overview: Overview, group: WorkerGroup) -> Turns:
+def _put_to_sleep(decision: Decision, group: WorkerGroup) -> None:
     """Put idle workers to sleep if they yield, or if the policy says so."""
-    steps: list[Step] = []
-    again_at, waiting = math.inf, _waiting_for_devices(overview, group)
-    for row in overview.on(group):
+    waiting = _waiting_for_devices(decision.overview, group)
+    for row in decision.overview.on(group):
+        overview = decision.overview
         demand = overview.demand_of(row)
         if not _is_awake(overview, row) or demand.uses:
             continue
         at = overview.now if demand.yielding else _sleeps_at(overview, row)
         if at > overview.now:
-            again_at = min(again_at, at)
-            continue
-        step, overview = _sleep(overview, row, waiting)
-        steps.append(step)
-    return steps, again_at, overview
+            decision.look_at(at)
+        else:
+            _sleep(decision, row, waiting)
 
 
-def _sleep(
-    overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]
-) -> tuple[Step, Overview]:
+def _sleep(decision: Decision, row: WorkerRow, waiting: Sequence[WorkerRow]) -> None:
+    overview = decision.overview
     plans = sleep_plans(overview, row, following=waiting[0] if waiting else None)
     too_long = _refused_for_long(overview, row, waiting)
-    if isinstance(plans, str) and not too_long:
-        return KeepAwake(row.key, plans), overview
-    if isinstance(plans, str):
+    if not isinstance(plans, str):
+        first, said = plans[0], overview.bytes_of(row)
+        if first.way == "host":
+            said = replace(said, reserved_host=first.most_bytes)
+        else:
+            said = replace(said, reserved_disk=first.most_bytes)
+        step = PutToSleep(row.key, plans, or_kill=too_long)
+        decision.take(step, row.moved("falling_asleep", at=overview.now))
+        sizes = {**overview.bytes, row.key: said}
+        decision.overview = replace(decision.overview, bytes=sizes)
+    elif too_long:
         reason = f"others need its devices, and it could not sleep: {plans}"
-        return StopWorker(row.key, reason), overview.while_ending(row)
-    first, said = plans[0], overview.bytes_of(row)
-    if first.way == "host":
-        said = replace(said, reserved_host=first.most_bytes)
+        decision.end(StopWorker(row.key, reason))
     else:
-        said = replace(said, reserved_disk=first.most_bytes)
-    asleep = overview.with_rows([row.moved("falling_asleep", at=overview.now)])
-    asleep = replace(asleep, bytes={**overview.bytes, row.key: said})
-    return PutToSleep(row.key, plans, or_kill=too_long), asleep
+        decision.take(KeepAwake(row.key, plans))
 
 
 def _refused_for_long(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> bool:
