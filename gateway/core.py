@@ -56,7 +56,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.launchers.base import Launchers
 from gateway.workers.processes import Processes
-from gateway.workers.requested import RequestMaker
+from gateway.workers.request_maker import RequestMaker
 from gateway.workers.roster import Roster
 from gateway.workers.run_options import check_defaults
 from gateway.workers.spill import free_on_disk, spill_folder

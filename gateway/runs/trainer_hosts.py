@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from gateway.runs.run import Run
 from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.sampling.router import SamplerRouter
-from gateway.workers.requested import RequestMaker, sampler_of
+from gateway.workers.request_maker import RequestMaker, sampler_of
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.standing import is_place_free
 from gateway.workers.supervisor import Supervisor

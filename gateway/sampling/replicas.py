@@ -15,7 +15,7 @@ from itertools import count
 
 from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
-from gateway.workers.requested import engine_key
+from gateway.workers.request_maker import engine_key
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
 

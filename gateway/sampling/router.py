@@ -23,7 +23,7 @@ from gateway.storage.futures.table import Future
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.model_sizes import read_ahead
 from gateway.workers.processes import Processes
-from gateway.workers.requested import RequestMaker, engine_key
+from gateway.workers.request_maker import RequestMaker, engine_key
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.run_options import RunOptions, options_of, sampled_on_cpu
 from gateway.workers.sampler_client import Tell

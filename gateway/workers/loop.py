@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 
-from gateway.workers.carrying_out import StepRunner
 from gateway.workers.overview import Overview
 from gateway.workers.roster import RETRY_SECONDS, Roster
 from gateway.workers.schedule import WaitReason, explain_wait, schedule
+from gateway.workers.step_runner import StepRunner
 from gateway.workers.steps import (
     AskToYield,
     FindWorker,

@@ -173,11 +173,10 @@ def _ask_to_yield(decision: Decision, group: WorkerGroup) -> None:
         while why_not_on_device(imagined, row, leaving=leaving):
             found = _next_to_yield(overview, row, due, leaving)
             if found is None:
-                for at in (
-                    _overdue_at(overview, row),
-                    *(at for at, key in due if key not in leaving),
-                ):
-                    decision.look_at(at)
+                decision.look_at(_overdue_at(overview, row))
+                for at, key in due:
+                    if key not in leaving:
+                        decision.look_at(at)
                 return
             leaving |= {found}
             decision.steps.append(AskToYield(found))

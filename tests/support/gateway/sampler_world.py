@@ -31,7 +31,7 @@ from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.needs import with_needs
 from gateway.workers.placing import ENGINE_QUANTUM
 from gateway.workers.processes import Processes
-from gateway.workers.requested import RequestMaker, engine_key
+from gateway.workers.request_maker import RequestMaker, engine_key
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
 from gateway.workers.supervisor import Supervisor

@@ -11,7 +11,7 @@ from typing import Any
 from gateway.workers.adapters import Found, Moved
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets
-from gateway.workers.requested import engine_key
+from gateway.workers.request_maker import engine_key
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.roster import Roster
 from gateway.workers.run_options import RunOptions

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 
 from gateway.runs.trainer_host import DevicesLost
-from gateway.workers.carrying_out import ASK_AGAIN_SECONDS
+from gateway.workers.step_runner import ASK_AGAIN_SECONDS
 from tandem.errors import WorkerStartFailed
 from tests.support.gateway.freezing_launcher import PATIENCE, with_freezing_launcher
 from tests.support.virtual_time import now

@@ -11,7 +11,7 @@ from gateway.workers.declared_groups import group_of_claim, groups_of
 from gateway.workers.launchers.kubernetes.resources import pod_request, resources_of, table
 from gateway.workers.model_sizes import known_size, read_ahead, read_size
 from gateway.workers.needs import Needs, engine_needs, trainer_needs
-from gateway.workers.requested import RequestMaker
+from gateway.workers.request_maker import RequestMaker
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.run_options import RunOptions
 from tandem.agent.host import Host

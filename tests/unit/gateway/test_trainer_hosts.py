@@ -12,7 +12,7 @@ import pytest
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.workers.needs import with_needs
-from gateway.workers.requested import RequestMaker
+from gateway.workers.request_maker import RequestMaker
 from gateway.workers.run_options import RunOptions
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import LoraSpec, TrainingSpec

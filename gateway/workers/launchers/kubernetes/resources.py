@@ -16,7 +16,7 @@ from pathlib import Path
 from gateway.workers.declared_groups import group_of_claim
 from gateway.workers.model_sizes import read_size
 from gateway.workers.needs import Needs
-from gateway.workers.requested import RequestMaker
+from gateway.workers.request_maker import RequestMaker
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.run_options import default_options
 from tandem.errors import TandemError
