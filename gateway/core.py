@@ -282,20 +282,11 @@ class Gateway:
             custom_losses=self.custom_losses,
         )
         self.runs = RunRegistry(
-            settings=settings,
-            database=database,
-            journal=self.journal,
             sessions=self.sessions,
             limits=self.limits,
             groups=self.groups,
             hosts=hosts,
-            lifecycle=RunLifecycle(
-                database=database,
-                journal=self.journal,
-                hosts=hosts,
-                collector=self.collector,
-                tools=tools,
-            ),
+            lifecycle=RunLifecycle(hosts=hosts, collector=self.collector, tools=tools),
             tools=tools,
         )
         self.admission = OperationAdmission(
@@ -364,7 +355,7 @@ class Gateway:
         if not self.stop.hand_over:
             await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
-        await self.runs.close(patience=self._patience)
+        await self.runs.lifecycle.close(self.runs.all(), patience=self._patience)
         self.usage.write()  # now, because the gateway may be killed during the rest
         await self.samplers.close()
         await self.supervisor.close()

@@ -4,8 +4,7 @@ A run in memory is a `run.Run`. The `registry` holds it until its session ends, 
 starts and ends its trainer. `admission` writes an operation into the `journal` before the client
 gets its request_id. The run's `dispatcher` keeps the order of `seq_id`. At the
 operation's turn the `runner` prepares it, and `delivery` sends the call to the run's `trainer`
-until it is answered. The journal then records the outcome. `publisher` serves calls that write a
-weight version.
+until it is answered. The journal then records the outcome.
 
 After a trainer's death, `recovery` restores the next one from a snapshot and the later calls. The
 next gateway resumes runs from their rows. A gateway that ends saves its runs or leaves them to the

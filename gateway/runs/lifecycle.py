@@ -14,7 +14,6 @@ from functools import partial
 from sqlalchemy import update
 
 from gateway.checkpoints.collector import GarbageCollector
-from gateway.runs.journal import Journal
 from gateway.runs.operations import Call, RunBroken
 from gateway.runs.run import Run
 from gateway.runs.runner import OperationRunner
@@ -23,7 +22,6 @@ from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.trainer_hosts import TrainerHosts
-from gateway.storage.database import Database
 from gateway.storage.tables import runs
 from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
 from tandem.telemetry import get_log
@@ -31,13 +29,12 @@ from tandem.telemetry import get_log
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RunLifecycle:
-    database: Database
-    journal: Journal
     hosts: TrainerHosts
     collector: GarbageCollector
     tools: RunTools
 
     def __post_init__(self) -> None:
+        self._journal = self.tools.journal
         self._trainers: dict[str, RunTrainer] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
@@ -62,7 +59,7 @@ class RunLifecycle:
                 await trainer.start_trainer()
                 call = Call(run.creation)
                 call.begin()
-                self.journal.end(run.creation, await runner.carry_out(call))
+                self._journal.end(run.creation, await runner.carry_out(call))
                 ended = 0 if call.sent else -1
             else:
                 why = "the gateway restarted, and the trainer ended with it"
@@ -92,8 +89,8 @@ class RunLifecycle:
         await asyncio.gather(*(self._stopped(run) for run in ending))
 
     def write_end(self, run_id: str, error: TandemError) -> None:
-        self.journal.forget_run(run_id)
-        self.database.write_soon(
+        self._journal.forget_run(run_id)
+        self._journal.database.write_soon(
             update(runs)
             .where(runs.c.id == run_id)
             .values(
@@ -138,7 +135,7 @@ class RunLifecycle:
             reason=error.message,
         )
         if run.creation is not None:
-            self.journal.end(run.creation, error)
+            self._journal.end(run.creation, error)
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
@@ -166,7 +163,7 @@ class RunLifecycle:
         await self.leave(run.host, run.id)
         try:
             await self.tools.snapshots.remove_all(run)
-            await self.journal.remove_payloads(run.id)
+            await self._journal.remove_payloads(run.id)
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("run_not_removed", run_id=run.id)

@@ -12,6 +12,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr
 
 from gateway.identifiers import (
+    CheckpointPath,
     check_name,
     check_ttl,
     new_state_folder,
@@ -209,15 +210,22 @@ class Operation:
         return self.kind in ("forward_backward", "optim_step", "load_weights")
 
     @property
+    def checkpoint(self) -> CheckpointPath | None:
+        """The path of a named save."""
+        match self.body:
+            case SaveWeights(path=name):
+                return CheckpointPath(run_id=self.run_id, kind="weights", name=name)
+            case SaveWeightsForSampler(path=str(name)):
+                return CheckpointPath(run_id=self.run_id, kind="sampler_weights", name=name)
+            case SaveWeightsExternal(path=name):
+                return CheckpointPath(run_id=self.run_id, kind="external_weights", name=name)
+        return None
+
+    @property
     def is_exclusive(self) -> bool:
         """Whether earlier operations must have ended. Named saves and loads look at their
         checkpoints."""
-        match self.body:
-            case SaveWeights() | SaveWeightsExternal() | LoadWeights():
-                return True
-            case SaveWeightsForSampler(path=path):
-                return path is not None
-        return False
+        return isinstance(self.body, LoadWeights) or self.checkpoint is not None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from gateway.identifiers import (
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.runs.dispatcher import Dispatcher
-from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
 from gateway.runs.recovery.replay_log import recovery_of
@@ -30,7 +29,6 @@ from gateway.runs.run import Run
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.data_directory import relative_path
-from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs, sessions
 from gateway.workers.groups import WorkerGroup
@@ -45,7 +43,6 @@ from tandem.errors import (
     UnsuitableLora,
 )
 from tandem.protocol.worker import LORA_FLAGS, TrainingSpec
-from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 from tandem.weights.model_config import (
     head_alone,
@@ -58,9 +55,6 @@ from tandem.weights.model_config import (
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RunRegistry:
-    settings: GatewaySettings
-    database: Database
-    journal: Journal
     sessions: SessionRegistry
     limits: Quotas
     groups: Callable[[], Sequence[WorkerGroup]]
@@ -69,29 +63,30 @@ class RunRegistry:
     tools: RunTools
 
     def __post_init__(self) -> None:
-        self._data_dir = self.settings.data_dir
+        self._settings, self._data_dir = self.tools.settings, self.tools.settings.data_dir
+        self._journal, self._database = self.tools.journal, self.tools.journal.database
         self._runs: dict[str, Run] = {}
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._resumption = RunResumption(self.database, self.limits, self.tools)
+        self._resumption = RunResumption(self.limits, self.tools)
         self._log = get_log()
 
     async def resume_runs(self) -> None:
         """Resume an earlier gateway's restorable runs and end the others."""
         over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
         active = runs.c.state == "active"
-        for row in await self.database.read(select(runs.c.id).where(active, over)):
+        for row in await self._database.read(select(runs.c.id).where(active, over)):
             self.lifecycle.write_end(row["id"], SessionFinished("the session of the run has ended"))
-        found = await self.database.read(select(runs).where(active, ~over))
+        found = await self._database.read(select(runs).where(active, ~over))
         restored: list[RowMapping] = []
         others: list[RowMapping] = []
         for row in found:
-            recovery = recovery_of(row["user_metadata"], self.settings)
+            recovery = recovery_of(row["user_metadata"], self._settings)
             (restored if recovery.enabled else others).append(row)
         for row in others:
             self.lifecycle.write_end(row["id"], _restarted())
-        await self.database.flush()
+        await self._database.flush()
         await self.tools.snapshots.remove_ended()
-        lost = await self.journal.abandon()
+        lost = await self._journal.abandon()
         for row in restored:
             try:
                 await self._resume(row)
@@ -101,8 +96,8 @@ class RunRegistry:
                 self.lifecycle.write_end(row["id"], InternalError(what))
                 if (host := self.hosts.get(row["host"])) is not None:
                     await self.lifecycle.leave(host, row["id"])
-                await self.database.flush()
-                lost += await self.journal.abandon()
+                await self._database.flush()
+                lost += await self._journal.abandon()
         if found:
             self._log.warning(
                 "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
@@ -117,18 +112,15 @@ class RunRegistry:
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
             options=RunOptions(**row["asks"]),
-            recovery=recovery_of(row["user_metadata"], self.settings),
-            dispatcher=Dispatcher(end=self.journal.end),
+            dispatcher=Dispatcher(end=self._journal.end),
         )
-        await read_ahead(run.model.path, self.settings)
+        await read_ahead(run.model.path, self._settings)
         self.hosts.for_left(run, key=row["host"])
-        run.log = self.journal.open_log(run.id, run.recovery)
+        recovery = recovery_of(row["user_metadata"], self._settings)
+        run.log = self._journal.open_log(run.id, recovery)
         ended = await self._resumption.resume_run(run, row)
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=ended)
-
-    async def close(self, *, patience: float) -> None:
-        await self.lifecycle.close(self.all(), patience=patience)
 
     def all(self) -> list[Run]:
         return list(self._runs.values())
@@ -156,22 +148,21 @@ class RunRegistry:
         the original. Raises `SequenceTaken`, `LimitExceeded`, `UnsuitableLora`, `InvalidRequest`
         (also for an untrainable model or missing devices), `PermissionDenied` and
         `SessionFinished`."""
-        recovery = recovery_of(user_metadata, self.settings)
+        recovery = recovery_of(user_metadata, self._settings)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
         kind: Kind = "create_model" if load is None else "load_weights"
         digest = digest_of(kind, request)
-        known = await self.database.read_one(select(runs.c.id).where(runs.c.id == run_id))
+        known = await self._database.read_one(select(runs.c.id).where(runs.c.id == run_id))
         async with self._arriving.setdefault(request_id, asyncio.Lock()):
             if known or run_id in self._runs:
-                await self.journal.has(run_id=run_id, seq_id=0, digest=digest)
-                await self.database.sync()
+                await self._journal.has(run_id=run_id, seq_id=0, digest=digest)
+                await self._database.sync()
                 return request_id
-            folder = self.settings.data_dir / model.path
+            folder = self._data_dir / model.path
             config = await asyncio.to_thread(_config_of, folder)
-            _check_trained(config, model.name)
-            _check_adapted(config, model.name, training)
-            await read_ahead(model.path, self.settings, anew=True)
+            _check_model(config, model.name, training)
+            await read_ahead(model.path, self._settings, anew=True)
             # No await from here until the run is registered.
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
@@ -180,13 +171,12 @@ class RunRegistry:
                 user_metadata,
                 session.user_metadata,
                 model=model.name,
-                settings=self.settings,
+                settings=self._settings,
                 groups=self.groups(),
                 admin=admin,
                 training=training,
             )
-            _check_divided(config, model.name, ranks=options.tensor_parallel)
-            _check_sharded(config, model.name, options)
+            _check_layout(config, model.name, options)
             run = Run(
                 id=run_id,
                 session_id=session_id,
@@ -194,8 +184,7 @@ class RunRegistry:
                 model=model,
                 training=options.training(training),
                 options=options,
-                recovery=recovery,
-                dispatcher=Dispatcher(end=self.journal.end),
+                dispatcher=Dispatcher(end=self._journal.end),
             )
             host = self.hosts.for_new(run)
             self._runs[run_id] = run
@@ -222,19 +211,19 @@ class RunRegistry:
                 "created_at": time.time(),
             }
             try:
-                await self.journal.accept_creation(creation, run=insert(runs).values(row))
+                await self._journal.accept_creation(creation, run=insert(runs).values(row))
             except BaseException:
                 self._runs.pop(run_id, None)
                 self.lifecycle.leave_soon(run)
                 raise
         run.creation = creation
         if run.error is not None:  # its session ended meanwhile
-            self.journal.end(creation, run.error)
+            self._journal.end(creation, run.error)
         else:
             if recovery.enabled:
-                run.log = self.journal.open_log(run_id, recovery)
+                run.log = self._journal.open_log(run_id, recovery)
             self.lifecycle.begin(run)
-        await self.database.sync()
+        await self._database.sync()
         return request_id
 
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
@@ -254,16 +243,15 @@ def _config_of(folder: Path) -> Mapping[str, object]:
     return {}
 
 
-def _check_trained(config: Mapping[str, object], name: str) -> None:
+def _check_model(config: Mapping[str, object], name: str, training: TrainingSpec) -> None:
+    """Raise `InvalidRequest` for an untrainable model, and `UnsuitableLora` for adapters that no
+    sampler would serve."""
     if reason := why_untrained(config):
         raise InvalidRequest(f"the model {name} {reason}")
-
-
-def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSpec) -> None:
-    lora = training.lora
-    if lora is None or not head_alone(config):
+    if training.lora is None or not head_alone(config):
         return
-    if off := [LORA_FLAGS[kind] for kind in ("attention", "mlp") if getattr(lora, kind)]:
+    kinds = ("attention", "mlp")
+    if off := [LORA_FLAGS[kind] for kind in kinds if getattr(training.lora, kind)]:
         flags = " and ".join(f"{flag}=False" for flag in off)
         raise UnsuitableLora(
             f"samplers of the model {name} serve LoRA adapters of the output head only. Pass "
@@ -271,19 +259,16 @@ def _check_adapted(config: Mapping[str, object], name: str, training: TrainingSp
         )
 
 
-def _check_divided(config: Mapping[str, object], name: str, *, ranks: int) -> None:
-    """Raise `InvalidRequest` if this many ranks cannot divide the model's matrices."""
+def _check_layout(config: Mapping[str, object], name: str, options: RunOptions) -> None:
+    """Raise `InvalidRequest` if the ranks cannot divide the model's matrices, or cannot hold a copy
+    of the model."""
+    ranks, shards = options.tensor_parallel, options.shards or 1
     if ranks > 1 and (reason := why_undivided(config, ranks)):
         raise InvalidRequest(
             f"tandem.tensor_parallel is {ranks}, and the model {name} cannot be divided among so "
             f"many ranks: {reason}. Choose another number, or shard alone (tandem.shards)"
         )
-
-
-def _check_sharded(config: Mapping[str, object], name: str, options: RunOptions) -> None:
-    """Raise `InvalidRequest` if this many ranks cannot hold a copy of the model."""
-    shards = options.shards or 1
-    if reason := why_unsharded(config, ranks=shards, divided=options.tensor_parallel):
+    if reason := why_unsharded(config, ranks=shards, divided=ranks):
         raise InvalidRequest(
             f"a copy of the model {name} cannot be on {shards} ranks: {reason}. Choose fewer "
             "(tandem.shards)"

@@ -10,10 +10,9 @@ from gateway.identifiers import request_id_of
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
-from gateway.runs.recovery.replay_log import Recovery, ReplayLog
+from gateway.runs.recovery.replay_log import ReplayLog
 from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.storage.futures.table import Future, Waiting
-from gateway.workers.worker import Worker
 from tandem.errors import TandemError
 
 RunState = Literal["starting", "ready", "ended"]
@@ -34,7 +33,6 @@ class Run(HostedRun):
     base."""
 
     dispatcher: Dispatcher
-    recovery: Recovery = field(default_factory=Recovery)
     host: TrainerHost = field(init=False)
     log: ReplayLog | None = None
     state: RunState = "starting"
@@ -51,14 +49,6 @@ class Run(HostedRun):
     newest: str = ""
     published: Published | None = None
     deltas: DeltaBase = field(default_factory=DeltaBase)
-
-    @property
-    def worker(self) -> Worker | None:
-        return self.host.worker
-
-    @property
-    def sampler(self) -> str:
-        return self.host.sampler
 
     @property
     def snapshot_step(self) -> int:

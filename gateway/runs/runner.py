@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,11 +16,11 @@ from gateway.checkpoints.compatibility import check_compatible
 from gateway.checkpoints.encryption import check_recipients, encrypt_version
 from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import (
-    CheckpointKind,
     CheckpointPath,
     relative_version_folder,
 )
 from gateway.runs.delivery import CallDelivery
+from gateway.runs.deltas import Published
 from gateway.runs.operations import (
     AdamParams,
     Call,
@@ -34,15 +33,17 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
-from gateway.runs.publisher import WeightPublisher
 from gateway.runs.record import TrainingStep
 from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
+from gateway.sampling.sampler import Sampler
 from gateway.storage.futures.table import Outcome, Result
+from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.model_sizes import read_ahead
-from tandem.errors import LoadFailed, NameTaken, UnknownModel
-from tandem.v1 import trainer_pb2
+from tandem.errors import LoadFailed, NameTaken, SequenceGap, TandemError, UnknownModel, describe
+from tandem.telemetry import get_log
+from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
 
 
@@ -52,11 +53,11 @@ class OperationRunner:
         self._trainer = trainer
         self._tools = tools
         self._delivery = CallDelivery(trainer=trainer, tools=tools)
-        self._publisher = WeightPublisher(trainer=trainer, delivery=self._delivery, tools=tools)
         self._checkpoints = tools.checkpoints
         self._versions = tools.versions
         self._pins = tools.checkpoints.pins
         self._data_dir = tools.settings.data_dir
+        self._log = get_log(session_id=trainer.run.session_id, run_id=trainer.run.id)
 
     async def carry_out(self, call: Call) -> Outcome:
         """Return the outcome. Raises the operation's `TandemError`, or `RunBroken` if the trainer
@@ -66,6 +67,8 @@ class OperationRunner:
                 return await self._optim_step(call, body)
             case SaveWeights() as body:
                 return await self._save(call, body)
+            case SaveWeightsForSampler(path=None) as body:
+                return await self._serve(call, body)
             case SaveWeightsForSampler() as body:
                 return await self._save_for_sampler(call, body)
             case SaveWeightsExternal() as body:
@@ -116,15 +119,9 @@ class OperationRunner:
 
     async def _save(self, call: Call, body: SaveWeights) -> Outcome:
         run = self._run
-        if done := await self._saved_before(call, "weights", body.path):
+        if done := await self._saved_before(call):
             return json_result(type="save_weights", path=str(done.path))
-        path = await self._free_path(
-            "weights",
-            body.path,
-            size=lambda: run.expected_state_bytes,
-            what="save a checkpoint",
-            overwrite=body.overwrite,
-        )
+        path = await self._free_path(call, what="save a checkpoint", overwrite=body.overwrite)
         folder = call.operation.folder
         request = trainer_pb2.SaveCheckpointRequest(path=str(self._data_dir / folder))
         with self._checkpoints.writing(folder, run_id=run.id):
@@ -177,35 +174,32 @@ class OperationRunner:
     # --- Weight versions ----------------------------------------------------------------------
 
     async def _save_for_sampler(self, call: Call, body: SaveWeightsForSampler) -> Outcome:
-        """Save for a sampler. An unnamed save ends when the engine serves the new weights."""
-        run, path, what = self._run, None, "publish the weights"
-        if body.path and (done := await self._saved_before(call, "sampler_weights", body.path)):
+        if done := await self._saved_before(call):
             return json_result(type="save_weights_for_sampler", path=str(done.path))
-        if body.path is None:
-            await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
-            await read_ahead(run.model.path, self._tools.settings)
-            # Engines start while the trainer publishes.
-            sampler = self._tools.samplers.ensure(
-                session_id=run.session_id,
-                model=run.model,
-                rank=run.training.rank,
-                all_weights=run.training.lora is None,
-                kept=run.sampler,
-            )
-            sampler.start()
-        else:
-            path = await self._free_path(
-                "sampler_weights", body.path, size=lambda: run.expected_version_bytes, what=what
-            )
+        path = await self._free_path(call, what="publish the weights")
         with self._writing(name := call.operation.version):
-            delta = path is None and run.publishes_deltas
-            version, handoff = await self._publisher.publish(
-                call, name, sampled=True, delta=delta, to=sampler if path is None else None
+            version, _ = await self._publish(call, name, sampled=True)
+            await self._put_checkpoint(path, body, version=version)
+        return json_result(type="save_weights_for_sampler", path=str(path))
+
+    async def _serve(self, call: Call, body: SaveWeightsForSampler) -> Outcome:
+        """Publish a version without a name. It ends when the engine serves the new weights."""
+        run, what = self._run, "publish the weights"
+        await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
+        await read_ahead(run.model.path, self._tools.settings)
+        # Engines start while the trainer publishes.
+        sampler = self._tools.samplers.ensure(
+            session_id=run.session_id,
+            model=run.model,
+            rank=run.training.rank,
+            all_weights=run.training.lora is None,
+            kept=run.host.sampler,
+        )
+        sampler.start()
+        with self._writing(name := call.operation.version):
+            version, handoff = await self._publish(
+                call, name, sampled=True, delta=run.publishes_deltas, to=sampler
             )
-            if path is not None:
-                await self._put_checkpoint(path, body, version=version)
-                return json_result(type="save_weights_for_sampler", path=str(path))
-            assert body.sampling_session_seq_id is not None
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
@@ -219,7 +213,8 @@ class OperationRunner:
                 raise
             finally:
                 if handoff is not None:
-                    await self._publisher.release(name)
+                    await self._release_handoff(name)
+            assert body.sampling_session_seq_id is not None
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
                 number=body.sampling_session_seq_id,
@@ -232,22 +227,16 @@ class OperationRunner:
         run = self._run
         recipients = body.age_encryption_recipients or []
         check_recipients(recipients)
-        if done := await self._saved_before(call, "external_weights", body.path):
+        if done := await self._saved_before(call):
             return json_result(
                 type="save_weights_external", path=str(done.path), size_bytes=done.bytes
             )
-        path = await self._free_path(
-            "external_weights",
-            body.path,
-            size=lambda: run.expected_version_bytes * (2 if recipients else 1),
-            what="export the weights",
-        )
+        copies = 2 if recipients else 1
+        path = await self._free_path(call, what="export the weights", copies=copies)
         try:
             with ExitStack() as pinned:
                 pinned.enter_context(self._writing(name := call.operation.version))
-                version, _ = await self._publisher.publish(
-                    call, name, becomes_parent=not recipients
-                )
+                version, _ = await self._publish(call, name, becomes_parent=not recipients)
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
                     name = new_version_name(run_id=run.id, number=call.operation.seq_id)
@@ -269,43 +258,126 @@ class OperationRunner:
     def _writing(self, version: str) -> AbstractContextManager[None]:
         return self._checkpoints.writing(relative_version_folder(version), run_id=self._run.id)
 
+    async def _publish(
+        self,
+        call: Call,
+        name: str,
+        *,
+        sampled: bool = False,
+        becomes_parent: bool = True,
+        delta: bool = False,
+        to: Sampler | None = None,
+    ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
+        """Publish and return a weight version, which may be `sampled` or a `delta`. Named versions
+        are whole, because their files are copied. If the trainer can hand the weights over `to` a
+        sampler, also return the handoff, valid until `_release_handoff`."""
+        run, path = self._run, self._versions.path_of(name)
+        if call.operation.resumed:
+            if (published := await self._versions.find(name)) is not None:
+                return published, None
+            if call.released:  # it came after a gap that was given up
+                raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
+        request = trainer_pb2.PublishRequest(
+            version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
+            parent=run.parent,
+            # The base is pinned: `run.parent` is the base or a delta of it.
+            delta_of=run.deltas.next() if delta else "",
+            handoff=to is not None and self._hands_over(to),
+        )
+        try:
+            reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
+        except TandemError:
+            run.deltas.forget()
+            raise
+        written = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
+        version = WeightVersion(
+            name=name,
+            path=path,
+            run_id=run.id,
+            step=reply.version.step,
+            base_model=run.model.name,
+            adapter=reply.version.adapter,
+            parent=run.parent,
+            bytes=reply.bytes,
+            delta_of=reply.delta_of,
+        )
+        facts = {"parent": name} if becomes_parent else {}
+        facts |= {"newest": name} if sampled else {}
+        await self._versions.add_version(version, facts=facts)
+        if becomes_parent:
+            self._pins.pin(relative_version_folder(name))
+            if run.parent:
+                self._pins.unpin(relative_version_folder(run.parent))
+            run.parent = name
+            run.deltas.note_published(written)
+        if sampled:
+            run.newest = name
+        run.published = written
+        self._tools.metrics.published_bytes.inc(reply.written_bytes)
+        self._log.info(
+            "published",
+            version=name,
+            bytes=reply.bytes,
+            written_bytes=reply.written_bytes,
+            delta_of=reply.delta_of,
+            seconds=round(reply.seconds, 4),
+        )
+        call.release()
+        return version, reply.handoff if reply.HasField("handoff") else None
+
+    def _hands_over(self, sampler: Sampler) -> bool:
+        run, wanted = self._run, self._tools.settings.weights_handoff
+        if run.training.lora is not None or wanted == "off":
+            return False
+        if wanted == "auto" and run.about.device != "cuda":
+            return False
+        engines = sampler.engines
+        return len(engines) == 1 and engines[0].is_beside(run.host.key)
+
+    async def _release_handoff(self, version: str) -> None:
+        """Let the trainer free the weights of a handoff. Otherwise it frees them after a while."""
+        if self._trainer.serves:
+            try:
+                await self._trainer.serving.release(version)
+            except (WorkerUnavailable, TandemError) as error:
+                self._log.warning("handoff_not_released", version=version, reason=describe(error))
+
     # --- Named checkpoints --------------------------------------------------------------------
 
     async def _free_path(
-        self,
-        kind: CheckpointKind,
-        name: str,
-        *,
-        size: Callable[[], int],
-        what: str,
-        overwrite: bool = False,
+        self, call: Call, *, what: str, copies: int = 1, overwrite: bool = False
     ) -> CheckpointPath:
-        """Return the path of a new checkpoint of about `size` bytes. Raises `NameTaken`,
-        `LimitExceeded` or `StorageFull`."""
+        """Return the path of a named save, after a look at the room for so many `copies`. Raises
+        `NameTaken`, `LimitExceeded` or `StorageFull`."""
+        run, path = self._run, call.operation.checkpoint
+        assert path is not None
         await self._trainer.client()  # the size is known only then
-        expected = size()
-        path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
+        is_state = path.kind == "weights"
+        size = run.expected_state_bytes if is_state else copies * run.expected_version_bytes
         found = await self._checkpoints.find(path)
         if found is not None and not overwrite:
-            hint = "; save with overwrite=True to replace it" if kind == "weights" else ""
+            hint = "; save with overwrite=True to replace it" if is_state else ""
             raise NameTaken(f"there is a checkpoint {path} already{hint}")
         await self._checkpoints.check_quota(
-            owner=self._run.owner,
-            expected_bytes=expected,
+            owner=run.owner,
+            expected_bytes=size,
             replaced_bytes=found.bytes if found is not None else 0,
         )
-        await self._versions.check_space(expected_bytes=expected, what=what)
+        await self._versions.check_space(expected_bytes=size, what=what)
         return path
 
-    async def _saved_before(self, call: Call, kind: CheckpointKind, name: str) -> Checkpoint | None:
-        if not call.operation.resumed:
+    async def _saved_before(self, call: Call) -> Checkpoint | None:
+        """Return the checkpoint that an earlier delivery of a named save has made."""
+        path = call.operation.checkpoint
+        if not call.operation.resumed or path is None:
             return None
-        path = CheckpointPath(run_id=self._run.id, kind=kind, name=name)
         if (found := await self._checkpoints.find(path)) is None:
             return None
         folders = [found.relative_folder]
-        if kind == "external_weights" and (version := await self._versions.find(found.version)):
-            folders.append(relative_version_folder(version.parent))  # the plain version
+        if path.kind == "external_weights":
+            version = await self._versions.find(found.version)
+            if version is not None:
+                folders.append(relative_version_folder(version.parent))  # the plain version
         return found if call.operation.folder in folders else None
 
     async def _put_checkpoint(

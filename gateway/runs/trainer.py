@@ -13,7 +13,7 @@ from functools import partial
 
 from gateway.runs.operations import RunBroken
 from gateway.runs.recovery.replay_log import VARIABLE_FAILURES
-from gateway.runs.recovery.restoration import GiveUp, Restoration
+from gateway.runs.recovery.restoration import Restoration
 from gateway.runs.recovery.snapshot_taker import SnapshotTaker
 from gateway.runs.run import Run
 from gateway.runs.tools import RunTools
@@ -191,7 +191,7 @@ class RunTrainer:
         try:
             client, replayed = await self._next_trainer(error, lost)
         except Exception as fault:  # noqa: BLE001 - a fault of ours must not hang the clients
-            if isinstance(fault, GiveUp):
+            if isinstance(fault, RunBroken):
                 error = fault.error
             else:
                 self._log.exception("restoration_failed")
@@ -211,10 +211,10 @@ class RunTrainer:
     async def _next_trainer(
         self, error: TandemError, lost: TrainerClient | None
     ) -> tuple[TrainerClient, int]:
-        """Return a restored trainer and the number of replayed operations. Raises `GiveUp`."""
+        """Return a restored trainer and the number of replayed operations. Raises `RunBroken`."""
         run, host, log, restoration = self.run, self.run.host, self.run.log, self.restoration
         if log is None:
-            raise GiveUp(error)
+            raise RunBroken(error)
         at, failed = log.first_unanswered, 0
         if at is not None and (host.was_at(run.id) or isinstance(error, OutOfMemory)):
             restoration.note_death_at(at, error)
@@ -247,7 +247,7 @@ class RunTrainer:
                     continue
                 failed += 1
                 if failed == _MOST_FAILURES:
-                    raise GiveUp(error) from failure
+                    raise RunBroken(error) from failure
 
     async def _give_up(self, error: TandemError) -> None:
         self._tools.metrics.restorations.labels(outcome="given_up").inc()

@@ -17,7 +17,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.runs import dispatcher
@@ -65,65 +65,59 @@ class HostedRun:
     )
 
 
+@dataclass(eq=False, repr=False)
 class TrainerHost:
     """`key` names its row, and is the id of its first run. `runs` are its runs, by id. `sampler` is
     the key of their sampler, or "" without one. `hosted` has the ids of the runs in the process.
-    `exited` is the end of the process, with a sentence that explains it.
+    `exited` is the end of the process, with a sentence that explains it. `_began_with` is the first
+    run of the last process. `_untouched` is that of the present one, until it joins.
 
     A run holds `restoring` while it restores itself, and is blamed for a death meanwhile. It takes
     the lock before a use of the worker, never within one."""
 
-    def __init__(
-        self,
-        key: str,
-        *,
-        first: HostedRun,
-        sampler: str,
-        settings: GatewaySettings,
-        supervisor: Supervisor,
-        adapter: TrainerAdapter,
-    ) -> None:
-        self.key = key
-        self.first = first
-        self.sampler = sampler
-        self.runs = {first.id: first}
-        self.hosted: set[str] = set()
-        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.restoring = asyncio.Lock()
-        self._settings = settings
-        self._supervisor = supervisor
-        self._adapter = adapter
-        self._calls = CallOrder()
-        self._process = ""
-        self._began_with = ""
-        """The first run of the last process."""
-        self._untouched = ""
-        """The first run of the process, until it joins."""
-        self._joining: dict[str, None] = {}
-        self._changing = asyncio.Lock()
-        self._log = get_log(trainer=key)
+    key: str
+    _: KW_ONLY
+    first: HostedRun
+    sampler: str
+    settings: GatewaySettings
+    supervisor: Supervisor
+    adapter: TrainerAdapter
+    runs: dict[str, HostedRun] = field(default_factory=dict)
+    hosted: set[str] = field(default_factory=set)
+    exited: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    restoring: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _calls: CallOrder = field(default_factory=CallOrder)
+    _process: str = ""
+    _began_with: str = ""
+    _untouched: str = ""
+    _joining: dict[str, None] = field(default_factory=dict)
+    _changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self.runs[self.first.id] = self.first
+        self._log = get_log(trainer=self.key)
         self._register()
 
     def _register(self) -> None:
-        self._adapter.register(self.key, self)
-        self._supervisor.watch_ends(self.key, self._note_end)
+        self.adapter.register(self.key, self)
+        self.supervisor.watch_ends(self.key, self._note_end)
 
     # --- Its row ------------------------------------------------------------------------------
 
     @property
     def row(self) -> WorkerRow | None:
-        return self._supervisor.roster.rows.get(self.key)
+        return self.supervisor.roster.rows.get(self.key)
 
     @property
     def group(self) -> WorkerGroup | None:
         """The group of its place, or None while it waits for one."""
         row = self.row
-        return self._supervisor.roster.groups.get(row.group) if row is not None else None
+        return self.supervisor.roster.groups.get(row.group) if row is not None else None
 
     @property
     def worker(self) -> Worker | None:
         """Its process, if any."""
-        return self._adapter.worker(self.key)
+        return self.adapter.worker(self.key)
 
     @property
     def silence(self) -> str:
@@ -139,13 +133,13 @@ class TrainerHost:
     def explain(self) -> str:
         """Return why it waits for its place, its devices or its start, or ""."""
         row = self.row
-        if row is not None and row.state == "starting" and (why := self._adapter.explain(row)):
+        if row is not None and row.state == "starting" and (why := self.adapter.explain(row)):
             return f"the trainer is starting: {why}"
-        return reason_of_wait(self._supervisor.overview(), self.key)
+        return reason_of_wait(self.supervisor.overview(), self.key)
 
     async def place(self, request: WorkerRequest, run_id: str) -> None:
         """Ask for its place, if it has none, and hold it for a run."""
-        await self._supervisor.place([request], holder=run_id)
+        await self.supervisor.place([request], holder=run_id)
         self._register()
 
     def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
@@ -153,7 +147,7 @@ class TrainerHost:
         wanting = [*self._joining, *self.runs]
         run = next((self.runs[run_id] for run_id in wanting if run_id in self.runs), self.first)
         self._began_with = run.id
-        trainer = run.options.trainer_settings(self._settings)
+        trainer = run.options.trainer_settings(self.settings)
         if row.request.device_bytes and not group.on_host and group.awake != 1:
             trainer = trainer.model_copy(update={"memory_bytes": row.request.device_bytes})
         return WorkerSpec(
@@ -182,7 +176,7 @@ class TrainerHost:
     @property
     def patience(self) -> float:
         """Seconds within which it comes to an operation of each of its runs."""
-        return self._settings.operation_timeout * max(1, len(self.hosted))
+        return self.settings.operation_timeout * max(1, len(self.hosted))
 
     def turn(self, run_id: str, kind: Kind) -> AbstractAsyncContextManager[WorkerRow]:
         """Keep the process awake for the block, for an operation of a run."""
@@ -193,7 +187,7 @@ class TrainerHost:
         """Keep the process awake for the block. Raises `DevicesLost` if another process had to
         start before it, and could not."""
         try:
-            async with self._supervisor.use(self.key, step=step, caller=caller) as row:
+            async with self.supervisor.use(self.key, step=step, caller=caller) as row:
                 yield row
         except WorkerStartFailed as error:
             raise DevicesLost(error.message) from error
@@ -214,9 +208,7 @@ class TrainerHost:
                     if self._began_with in ("", run.id):
                         raise
                     continue  # its first run may be at fault
-                await self._supervisor.end_process(
-                    self.key, worker.worker_id, "its run begins anew"
-                )
+                await self.supervisor.end_process(self.key, worker.worker_id, "its run begins anew")
 
     async def take_up(self, run: HostedRun) -> TrainerClient | None:
         """Continue with the process of an earlier gateway, if it hosts the run. Otherwise return
@@ -239,12 +231,12 @@ class TrainerHost:
     @asynccontextmanager
     async def _current_process(self) -> AsyncIterator[Worker]:
         """Keep the process awake for the block, in which nobody else changes its runs."""
-        async with self._supervisor.use(self.key) as row, self._changing:
+        async with self.supervisor.use(self.key) as row, self._changing:
             yield await self._look_at(row)
 
     async def end_process(self, client: TrainerClient, reason: str) -> None:
         """Kill the client's process, if it still runs, because it is useless."""
-        await self._supervisor.end_process(self.key, client.worker.worker_id, reason)
+        await self.supervisor.end_process(self.key, client.worker.worker_id, reason)
 
     async def leave(self, run_id: str) -> None:
         """Remove a run from the process. After its last run, return when nothing is left of the
@@ -256,13 +248,13 @@ class TrainerHost:
                     with suppress(WorkerUnavailable):  # it ends, and the others restore themselves
                         await self._remove(run_id)
         finally:
-            await self._supervisor.release(self.key, holder=run_id)
+            await self.supervisor.release(self.key, holder=run_id)
             if not self.runs:
-                self._adapter.unregister(self.key)
+                self.adapter.unregister(self.key)
 
     async def _look_at(self, row: WorkerRow) -> Worker:
         """Return the process of a row. Find out the runs of a new process."""
-        worker = self._adapter.require(row)
+        worker = self.adapter.require(row)
         if self._process == row.process:
             return worker
         self._calls.clear()
@@ -272,7 +264,7 @@ class TrainerHost:
         else:
             self.hosted, self._untouched = {self._began_with}, self._began_with
         self._process = row.process
-        self.exited = asyncio.get_running_loop().create_future()
+        self.exited = asyncio.Future()
         for run_id in self.hosted - self.runs.keys():
             await self._remove(run_id)
         return worker
@@ -283,7 +275,7 @@ class TrainerHost:
             return set((await self._client(worker).describe()).run_ids)
         except (WorkerUnavailable, TandemError) as error:
             why = f"it did not answer the next gateway: {describe(error)}"
-            self._supervisor.note_failure(self.key, worker.worker_id, why)
+            self.supervisor.note_failure(self.key, worker.worker_id, why)
             raise WorkerUnavailable(why) from error
 
     async def _begin(self, run: HostedRun, worker: Worker) -> bool:
@@ -311,7 +303,7 @@ class TrainerHost:
 
     async def _remove(self, run_id: str) -> None:
         """Remove a run from a process with other runs."""
-        self._supervisor.drop_step(self.key, run_id)
+        self.supervisor.drop_step(self.key, run_id)
         worker = self.worker
         if worker is None or worker.worker_id != self._process or run_id not in self.hosted:
             return
@@ -319,7 +311,7 @@ class TrainerHost:
             await self._client(worker).remove_run(run_id)
         except (WorkerUnavailable, TandemError) as error:
             self._log.warning("run_not_removed", run_id=run_id, reason=describe(error))
-            self._supervisor.note_failure(
+            self.supervisor.note_failure(
                 self.key, worker.worker_id, "it did not let go of a run that had ended"
             )
             raise WorkerUnavailable("it did not let go of a run that had ended") from error
@@ -338,7 +330,7 @@ class TrainerHost:
         return TrainerClient(
             worker,
             run_id=run_id,
-            timeout=self._settings.operation_timeout,
+            timeout=self.settings.operation_timeout,
             window=dispatcher.DISPATCH_WINDOW,
             calls=self._calls,
         )

@@ -128,7 +128,7 @@ async def run_steps(
     found = await history.newest(run_id, limit=limit + 1, before=before)
     last = await history.last_of([run_id])
     live = gateway.runs.get(run_id)
-    sampler = gateway.samplers.by_key(live.sampler) if live is not None else None
+    sampler = gateway.samplers.by_key(live.host.sampler) if live is not None else None
     return RunSteps(
         run=_summary(run, last.get(run_id)),
         weights=_weights(live) if live is not None else None,

@@ -115,7 +115,7 @@ async def _sampler(target: str, access: Access) -> Sampler:
             model=run.model,
             rank=run.training.rank,
             all_weights=run.training.lora is None,
-            kept=run.sampler,
+            kept=run.host.sampler,
         )
     session = await access.session(target)
     found = [each for each in gateway.samplers.all() if session.id in each.users]

@@ -194,7 +194,7 @@ async def status(access: AccessDep) -> Status:
     def seen_version(name: str) -> bool:
         return name.startswith("base/") or seen(name.partition(":")[0])
 
-    of_mine = [run.worker for run in gateway.runs.all() if run.session_id in mine]
+    of_mine = [run.host.worker for run in gateway.runs.all() if run.session_id in mine]
     engines = [
         (sampler, engine)
         for sampler in gateway.samplers.all()
@@ -223,7 +223,7 @@ async def status(access: AccessDep) -> Status:
                 run,
                 base_model=run.model.name,
                 reason=run.error.message if run.error is not None else run.trouble,
-                worker=name_of(run.worker),
+                worker=name_of(run.host.worker),
                 queued=run.dispatcher.queued,
                 under_way=run.dispatcher.under_way,
                 operation=_under_way(run.dispatcher.first),

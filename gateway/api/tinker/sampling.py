@@ -299,7 +299,7 @@ def sampler_of(gateway: Gateway, session: SamplingSession) -> Sampler:
     """Return the session's sampler, created if needed. A running one continues without its model's
     name."""
     run = gateway.runs.get(session.version.run_id)
-    kept = run.sampler if run is not None and run.session_id == session.session_id else None
+    kept = run.host.sampler if run is not None and run.session_id == session.session_id else None
     sampler = gateway.samplers.get(
         session_id=session.session_id,
         model_name=session.base_model,

@@ -7,6 +7,7 @@ from collections import Counter
 from typing import NoReturn, TypeVar
 
 from gateway.owners.usage.meter import TrainerReply
+from gateway.runs.operations import RunBroken
 from gateway.runs.recovery.replay_log import VARIABLE_FAILURES, ReplayLog, SentCall, Snapshot
 from gateway.runs.run import Run
 from gateway.runs.tools import RunTools
@@ -27,12 +28,6 @@ TrainerRequest = (
 )
 Request = TypeVar("Request", bound=TrainerRequest)
 Reply = TypeVar("Reply", bound=TrainerReply)
-
-
-class GiveUp(Exception):
-    def __init__(self, error: TandemError) -> None:
-        super().__init__(error.message)
-        self.error = error
 
 
 class Restoration:
@@ -75,10 +70,10 @@ class Restoration:
             ).SerializeToString()
 
     def note_death_at(self, call: SentCall, error: TandemError) -> None:
-        """Note that the trainer died at a call. Raises `GiveUp` after too many deaths, or if it
+        """Note that the trainer died at a call. Raises `RunBroken` after too many deaths, or if it
         would repeat."""
         if isinstance(error, WorkerDied) and error.defect:
-            raise GiveUp(error)
+            raise RunBroken(error)
         if isinstance(error, OutOfMemory) and call.kind in ("forward", "forward_backward"):
             before, checkpointed = self._too_large.get(call.seq_id, (sys.maxsize, True))
             smaller = error.tokens < before
@@ -87,7 +82,7 @@ class Restoration:
                 return
         self._deaths[call.seq_id] += 1
         if self._deaths[call.seq_id] >= _MOST_DEATHS:
-            raise GiveUp(
+            raise RunBroken(
                 WorkerDied(
                     f"the trainer died {_MOST_DEATHS} times at operation {call.seq_id}, a "
                     f"{call.kind}: {error.message}"
@@ -100,8 +95,8 @@ class Restoration:
 
     async def bring_back(self, client: TrainerClient, log: ReplayLog) -> int:
         """Restore a new trainer and return the number of replayed operations. It uses its devices
-        for one call at a time, so that others get them in between. Raises `GiveUp` or the trainer's
-        error."""
+        for one call at a time, so that others get them in between. Raises `RunBroken` or the
+        trainer's error."""
         run = self._run
         run.about = await client.describe()
         snapshot = await self._load_newest(client, log)
@@ -179,7 +174,7 @@ class Restoration:
     async def _load_newest(self, client: TrainerClient, log: ReplayLog) -> Snapshot:
         run = self._run
         if not log.complete:
-            raise GiveUp(WorkerDied(f"the trainer died; {log.why_incomplete}"))
+            raise RunBroken(WorkerDied(f"the trainer died; {log.why_incomplete}"))
         for snapshot in log.snapshots:
             if not snapshot.folder:
                 return snapshot  # the base model is loaded
@@ -196,7 +191,7 @@ class Restoration:
                 self._unusable.discard(snapshot.folder)
                 return snapshot
             self._log.error("snapshot_unusable", step=snapshot.step, reason=reply.failure.message)
-        raise GiveUp(WorkerDied("the trainer died, and none of its snapshots can be read"))
+        raise RunBroken(WorkerDied("the trainer died, and none of its snapshots can be read"))
 
     async def _remove_unusable(self, log: ReplayLog) -> None:
         for snapshot in log.snapshots:
@@ -208,13 +203,13 @@ class Restoration:
 
 def _raise_different(call: SentCall, failure: common_pb2.Failure) -> NoReturn:
     """Raise the error of a call that ended differently: its failure if that may be temporary, else
-    `GiveUp`."""
+    `RunBroken`."""
     if failure.type in VARIABLE_FAILURES:
         error = from_failure(failure)
         raise type(error)(
             f"operation {call.seq_id}, a {call.kind}, failed when it was replayed: {error.message}"
         )
-    raise GiveUp(
+    raise RunBroken(
         InternalError(
             f"operation {call.seq_id} ended differently when it was replayed: with "
             f"{failure.type or 'success'} instead of {call.failure or 'success'}"

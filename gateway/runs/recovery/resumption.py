@@ -6,7 +6,7 @@ of the run. Only an operation that waits for a sampler may end later."""
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -19,41 +19,16 @@ from gateway.runs.operations import Operation, body_from_json
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.run import Run
 from gateway.runs.tools import RunTools
-from gateway.storage.database import Database
 from gateway.storage.tables import operations
 from tandem.errors import SequenceGap, from_type
 from tandem.v1 import trainer_pb2
 
-_COLUMNS = tuple(
-    operations.c[name]
-    for name in (
-        "seq_id",
-        "kind",
-        "request",
-        "call",
-        "seconds",
-        "digest",
-        "ended_at",
-        "error_type",
-        "error",
-    )
-)
-
-
-@dataclass
-class Unfinished:
-    """The rest of a run: the newest ended operation (-1: none), replayable calls, unfinished
-    operations, and the reason for incomplete gradients, or ""."""
-
-    ended: int = -1
-    calls: list[SentCall] = field(default_factory=list)
-    waiting: list[Operation] = field(default_factory=list)
-    gradients_incomplete: str = ""
+_LARGE = ("payload", "result")
+_COLUMNS = [column for column in operations.c if column.name not in _LARGE]
 
 
 @dataclass(frozen=True)
 class RunResumption:
-    database: Database
     limits: Quotas
     tools: RunTools
 
@@ -64,35 +39,79 @@ class RunResumption:
         run.parent, run.newest = row["parent"], row["newest"]
         snapshots = await self.tools.snapshots.resume(run)
         newest = snapshots[-1] if snapshots else Snapshot()
-        missing_to = row["replay_after"]
-        left = await unfinished(
-            run,
-            covered=max(newest.seq_id, missing_to),
-            database=self.database,
-            data_dir=self.tools.journal.data_dir,
-        )
         run.step = newest.step
+        calls, waiting, ended = await self._read(run)
+        # The newest call that the trainer received: it is in the newest snapshot, dropped from the
+        # log, or in the log.
+        sent = max([newest.seq_id, row["replay_after"], *(call.seq_id for call in calls)])
+        incomplete = await self._why_incomplete(run, sent)
         pins = self.tools.checkpoints.pins
         if run.parent:
             pins.pin(relative_version_folder(run.parent))
-        for call in left.calls:
+        for call in calls:
             if call.kind == "load_weights":
                 folder = trainer_pb2.LoadCheckpointRequest.FromString(call.request).path
                 pins.pin(folder)
                 call.release = partial(pins.unpin, folder)
-        for operation in left.waiting:
+        for operation in waiting:
             self._take_up(operation)
-        run.creation = next((each for each in left.waiting if each.seq_id == 0), None)
-        log.resume(
-            snapshots=snapshots, calls=left.calls, missing_to=missing_to, answered=left.ended
-        )
+        run.creation = next((each for each in waiting if each.seq_id == 0), None)
+        log.resume(snapshots=snapshots, calls=calls, missing_to=row["replay_after"], answered=ended)
         run.restoring = "the gateway restarted; the trainer starts when its client is heard of"
         run.dispatcher.resume(
-            [each for each in left.waiting if each.seq_id > 0],
-            ended=left.ended,
-            gradients_incomplete=left.gradients_incomplete,
+            [each for each in waiting if each.seq_id > 0],
+            ended=ended,
+            gradients_incomplete=incomplete,
         )
-        return left.ended
+        return ended
+
+    async def _read(self, run: Run) -> tuple[list[SentCall], list[Operation], int]:
+        """Return a run's calls for a replay, its unfinished operations, and its newest ended one
+        (-1: none)."""
+        journal, of_run = self.tools.journal, operations.c.run_id == run.id
+        inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
+        rows = await journal.database.read(
+            select(*_COLUMNS, inline)
+            .where(of_run, operations.c.ended_at.is_(None) | operations.c.call.is_not(None))
+            .order_by(operations.c.seq_id)
+        )
+        last = await journal.database.read_one(
+            select(operations.c.seq_id)
+            .where(of_run, operations.c.ended_at.is_not(None))
+            .order_by(operations.c.seq_id.desc())
+            .limit(1)
+        )
+        folder = operation_blob(journal.data_dir, run_id=run.id, seq_id=0).parent
+        files = await asyncio.to_thread(_sizes_in, folder)
+        calls, waiting = list[SentCall](), list[Operation]()
+        for row in rows:
+            payload = row["inline"] if row["inline"] >= 0 else files.get(row["seq_id"], -1)
+            if row["ended_at"] is not None:
+                calls.append(_call_of(row, payload))
+            else:
+                waiting.append(_operation_of(run, row, payload))
+        return calls, waiting, last["seq_id"] if last is not None else -1
+
+    async def _why_incomplete(self, run: Run, sent: int) -> str:
+        """Explain incomplete gradients: a later forward_backward failed before the trainer
+        received it."""
+        row = await self.tools.journal.database.read_one(
+            select(operations.c.seq_id, operations.c.error_type, operations.c.error)
+            .where(
+                operations.c.run_id == run.id,
+                operations.c.seq_id > sent,
+                operations.c.state == "failed",
+                (operations.c.kind == "forward_backward")
+                | (operations.c.error_type == SequenceGap.type),
+            )
+            .order_by(operations.c.seq_id.desc())
+            .limit(1)
+        )
+        if row is None:
+            return ""
+        if row["error_type"] == SequenceGap.type:
+            return str(row["error"])
+        return why_refused(row["seq_id"], row["error"])
 
     def _take_up(self, operation: Operation) -> None:
         """Reserve an unfinished operation's resources and pin its output folder."""
@@ -110,82 +129,36 @@ class RunResumption:
         self.tools.journal.futures.add(operation.future)
 
 
-async def unfinished(run: Run, *, covered: int, database: Database, data_dir: Path) -> Unfinished:
-    """Read a run's rows. `covered` is the newest operation in the newest snapshot or dropped from
-    the log."""
-    of_run = operations.c.run_id == run.id
-    inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
-    rows = await database.read(
-        select(*_COLUMNS, inline)
-        .where(of_run, operations.c.ended_at.is_(None) | operations.c.call.is_not(None))
-        .order_by(operations.c.seq_id)
+def _call_of(row: RowMapping, payload: int) -> SentCall:
+    """Return an answered call, from its row and the bytes of its payload (-1: none)."""
+    return SentCall(
+        seq_id=row["seq_id"],
+        kind=row["kind"],
+        changes_state=True,
+        request=row["call"],
+        body=body_from_json(row["kind"], row["request"]),
+        size=len(row["call"]) + max(payload, 0),
+        has_payload=payload >= 0,
+        answered=True,
+        seconds=row["seconds"],
+        failure=row["error_type"],
+        reason=row["error"],
     )
-    last = await database.read_one(
-        select(operations.c.seq_id)
-        .where(of_run, operations.c.ended_at.is_not(None))
-        .order_by(operations.c.seq_id.desc())
-        .limit(1)
-    )
-    folder = operation_blob(data_dir, run_id=run.id, seq_id=0).parent
-    files = await asyncio.to_thread(_sizes_in, folder)
-    found = Unfinished(ended=last["seq_id"] if last is not None else -1)
-    for row in rows:
-        payload = row["inline"] if row["inline"] >= 0 else files.get(row["seq_id"], -1)
-        body = body_from_json(row["kind"], row["request"])
-        if row["ended_at"] is not None:
-            call = SentCall(
-                seq_id=row["seq_id"],
-                kind=row["kind"],
-                changes_state=True,
-                request=row["call"],
-                body=body,
-                size=len(row["call"]) + max(payload, 0),
-                has_payload=payload >= 0,
-                answered=True,
-                seconds=row["seconds"],
-                failure=row["error_type"],
-                reason=row["error"],
-            )
-            found.calls.append(call)
-        else:
-            operation = Operation(
-                run_id=run.id,
-                seq_id=row["seq_id"],
-                kind=row["kind"],
-                future=run.new_future(row["seq_id"]),
-                body=body,
-                has_payload=payload >= 0,
-                size=max(payload, len(row["request"])),
-                digest=row["digest"],
-                refused=from_type(row["error_type"], row["error"]) if row["error_type"] else None,
-                resumed=True,
-            )
-            found.waiting.append(operation)
-    sent = max([covered, *(call.seq_id for call in found.calls)])
-    found.gradients_incomplete = await _why_incomplete(run.id, sent, database=database)
-    return found
 
 
-async def _why_incomplete(run_id: str, sent: int, *, database: Database) -> str:
-    """Explain incomplete gradients: a later forward_backward failed before the trainer
-    received it."""
-    row = await database.read_one(
-        select(operations.c.seq_id, operations.c.error_type, operations.c.error)
-        .where(
-            operations.c.run_id == run_id,
-            operations.c.seq_id > sent,
-            operations.c.state == "failed",
-            (operations.c.kind == "forward_backward")
-            | (operations.c.error_type == SequenceGap.type),
-        )
-        .order_by(operations.c.seq_id.desc())
-        .limit(1)
+def _operation_of(run: Run, row: RowMapping, payload: int) -> Operation:
+    return Operation(
+        run_id=run.id,
+        seq_id=row["seq_id"],
+        kind=row["kind"],
+        future=run.new_future(row["seq_id"]),
+        body=body_from_json(row["kind"], row["request"]),
+        has_payload=payload >= 0,
+        size=max(payload, len(row["request"])),
+        digest=row["digest"],
+        refused=from_type(row["error_type"], row["error"]) if row["error_type"] else None,
+        resumed=True,
     )
-    if row is None:
-        return ""
-    if row["error_type"] == SequenceGap.type:
-        return str(row["error"])
-    return why_refused(row["seq_id"], row["error"])
 
 
 def _sizes_in(folder: Path) -> dict[int, int]:

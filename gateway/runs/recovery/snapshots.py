@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Container, Iterable
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,43 +32,35 @@ _KEEPING_PATIENCE = 60.0
 """Seconds for which an ending run's clients wait until its newest snapshot is renamed."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class SnapshotStore:
     """Snapshots lie in `DATA/snapshots/RUN` and count as their owner's checkpoint bytes."""
 
-    def __init__(
-        self,
-        *,
-        database: Database,
-        data_dir: Path,
-        checkpoints: CheckpointCatalog,
-        versions: VersionStore,
-    ) -> None:
-        self._database = database
-        self._data_dir = data_dir
-        self._checkpoints = checkpoints
-        self._versions = versions
+    database: Database
+    data_dir: Path
+    checkpoints: CheckpointCatalog
+    versions: VersionStore
+
+    def __post_init__(self) -> None:
         self._bytes: defaultdict[str, dict[str, int]] = defaultdict(dict)
-        self._log = get_log()
 
     async def remove_ended(self) -> None:
         """Remove the snapshots of ended runs. Folders of unknown runs stay (`GarbageCollector`)."""
         active = select(runs.c.id).where(runs.c.state == "active")
-        await self._database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))
-        rows = await self._database.read(select(snapshots.c.folder))
-        kept = {self._data_dir / row["folder"] for row in rows}
-        if left := await asyncio.to_thread(lambda: [*(self._data_dir / _FOLDER).glob("*")]):
-            rows = await self._database.read(select(runs.c.id))
+        await self.database.write(delete(snapshots).where(snapshots.c.run_id.not_in(active)))
+        rows = await self.database.read(select(snapshots.c.folder))
+        kept = {self.data_dir / row["folder"] for row in rows}
+        if left := await asyncio.to_thread(lambda: [*(self.data_dir / _FOLDER).glob("*")]):
+            rows = await self.database.read(select(runs.c.id))
             known = {run_folder_name(row["id"]) for row in rows}
             folders = [path for path in left if path.name in known]
             await asyncio.to_thread(_remove_others, folders, kept)
 
     async def resume(self, run: Run) -> list[Snapshot]:
-        rows = await self._database.read(
+        rows = await self.database.read(
             select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
         )
-        found = [
-            from_row(Snapshot, row, folder=str(self._data_dir / row["folder"])) for row in rows
-        ]
+        found = [from_row(Snapshot, row, folder=str(self.data_dir / row["folder"])) for row in rows]
         for snapshot in found:
             self._count(run, snapshot)
         return found
@@ -76,8 +68,8 @@ class SnapshotStore:
     async def new_folder(self, run: Run, *, step: int) -> str:
         """Return the folder for a new snapshot. Raises `LimitExceeded` or `StorageFull`."""
         size = run.expected_state_bytes
-        await self._checkpoints.check_quota(owner=run.owner, expected_bytes=size)
-        await self._versions.check_space(expected_bytes=size, what="take a snapshot")
+        await self.checkpoints.check_quota(owner=run.owner, expected_bytes=size)
+        await self.versions.check_space(expected_bytes=size, what="take a snapshot")
         return str(self._new_name(run, step=step))
 
     async def share(self, run: Run, saved: Snapshot) -> Snapshot:
@@ -90,7 +82,7 @@ class SnapshotStore:
     def record_snapshot(self, run: Run, snapshot: Snapshot) -> None:
         self._count(run, snapshot)
         row = vars(snapshot) | {"run_id": run.id, "folder": self._name_of(snapshot.folder)}
-        self._database.write_soon(insert(snapshots), row)
+        self.database.write_soon(insert(snapshots), row)
 
     async def remove_snapshot(self, run: Run, snapshot: Snapshot) -> None:
         if not self._forget(run, snapshot.folder):
@@ -107,12 +99,12 @@ class SnapshotStore:
         that fails or takes too long."""
         name = f"recovered-{snapshot.step}"
         path = CheckpointPath(run_id=run.id, kind="weights", name=name)
-        if await self._checkpoints.find(path) is not None:  # the name is taken
+        if await self.checkpoints.find(path) is not None:  # the name is taken
             path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
         folder = new_state_folder(run_id=run.id, name=name)
-        place = self._data_dir / folder
+        place = self.data_dir / folder
         try:
-            with self._checkpoints.pins.pinned(folder):
+            with self.checkpoints.pins.pinned(folder):
                 moved = asyncio.to_thread(_move, Path(snapshot.folder), place)
                 checkpoint = Checkpoint(
                     path=path,
@@ -125,10 +117,9 @@ class SnapshotStore:
                     created_at=time.time(),
                     owner=run.owner,
                 )
-                await self._checkpoints.put(checkpoint)
+                await self.checkpoints.put(checkpoint)
         except (OSError, TandemError) as error:
-            reason = describe(error)
-            self._log.error("snapshot_not_kept", run_id=run.id, reason=reason)
+            get_log().error("snapshot_not_kept", run_id=run.id, reason=describe(error))
             return None
         finally:
             self._forget(run, snapshot.folder)
@@ -138,23 +129,23 @@ class SnapshotStore:
         return self._folder_of(run.id) / f"{step:08d}-{secrets.token_hex(4)}"
 
     def _folder_of(self, run_id: str) -> Path:
-        return self._data_dir / _FOLDER / run_folder_name(run_id)
+        return self.data_dir / _FOLDER / run_folder_name(run_id)
 
     def _name_of(self, folder: str) -> str:
-        return str(Path(folder).relative_to(self._data_dir))
+        return str(Path(folder).relative_to(self.data_dir))
 
     def _count(self, run: Run, snapshot: Snapshot) -> None:
         self._bytes[run.id][snapshot.folder] = snapshot.bytes
-        self._checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
+        self.checkpoints.snapshot_bytes[run.owner] += snapshot.bytes
 
     def _forget(self, run: Run, folder: str) -> bool:
         """Remove a snapshot and its row, soon. Return False if it was not recorded."""
         if (size := self._bytes[run.id].pop(folder, None)) is None:
             return False
-        self._checkpoints.snapshot_bytes[run.owner] -= size
-        if not self._checkpoints.snapshot_bytes[run.owner]:
-            del self._checkpoints.snapshot_bytes[run.owner]
-        self._database.write_soon(
+        self.checkpoints.snapshot_bytes[run.owner] -= size
+        if not self.checkpoints.snapshot_bytes[run.owner]:
+            del self.checkpoints.snapshot_bytes[run.owner]
+        self.database.write_soon(
             delete(snapshots).where(snapshots.c.folder == self._name_of(folder)),
             after=partial(_remove, Path(folder)),
         )

@@ -65,16 +65,14 @@ async def test_a_replay_that_fails_temporarily_ends_no_trainer_of_other_runs(mon
 
 async def test_the_files_of_a_run_are_removed_though_its_trainer_cannot_be_left():
     hosts: Any = MagicMock(leave=AsyncMock(side_effect=ValueError("a fault")))
-    journal: Any = MagicMock(remove_payloads=AsyncMock())
     collector: Any = MagicMock(collect=AsyncMock())
     tools: Any = MagicMock()
     tools.snapshots.remove_all = AsyncMock()
-    lifecycle = RunLifecycle(
-        database=MagicMock(), journal=journal, hosts=hosts, collector=collector, tools=tools
-    )
+    tools.journal.remove_payloads = AsyncMock()
+    lifecycle = RunLifecycle(hosts=hosts, collector=collector, tools=tools)
     run: Any = MagicMock(id="s:train:0", life=None, stopping=None, error=None, creation=None)
     await lifecycle.end_all([run], SessionFinished("its session has ended"))
     hosts.leave.assert_awaited_once_with(run.host, run.id)
     tools.snapshots.remove_all.assert_awaited_once_with(run)
-    journal.remove_payloads.assert_awaited_once_with(run.id)
+    tools.journal.remove_payloads.assert_awaited_once_with(run.id)
     collector.collect.assert_awaited_once_with(run.id, ended=True)
