@@ -65,7 +65,7 @@ class OperationAdmission:
         # Equal requests take turns: the second finds the first one's row, or continues if that
         # failed.
         async with self._arriving.setdefault(request_id, asyncio.Lock()):
-            known = self.journal.has_future(request_id)
+            known = self.journal.futures.get(request_id) is not None
             if known or run.dispatcher.passed(seq_id):
                 known |= await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
             if known:

@@ -189,7 +189,6 @@ class CallDelivery:
         sent = SentCall(
             seq_id=operation.seq_id,
             kind=operation.kind,
-            changes_state=operation.changes_state,
             request=content,
             body=operation.body,
             size=len(content) + (operation.size if operation.has_payload else 0),

@@ -158,9 +158,6 @@ class Journal:
         except IntegrityError:
             await self.has(run_id=run_id, seq_id=seq_id, digest=digest)
 
-    def has_future(self, request_id: str) -> bool:
-        return self.futures.get(request_id) is not None
-
     async def has(self, *, run_id: str, seq_id: int, digest: bytes) -> bool:
         """Return whether the run has an operation with this `seq_id`. Raises `SequenceTaken` if its
         request differs."""

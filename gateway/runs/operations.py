@@ -40,6 +40,8 @@ Kind = Literal[
 ]
 
 
+STATE_CHANGES: frozenset[Kind] = frozenset({"forward_backward", "optim_step", "load_weights"})
+"""Operations that change the trainer's state, so that a replay needs them."""
 RowInteger = Annotated[int, Field(ge=-(2**53), le=2**53)]
 """The integers that fit into a row. Their meaning is checked at the operation's turn."""
 
@@ -206,8 +208,7 @@ class Operation:
 
     @property
     def changes_state(self) -> bool:
-        """Whether it changes the trainer's state, so that a replay needs it."""
-        return self.kind in ("forward_backward", "optim_step", "load_weights")
+        return self.kind in STATE_CHANGES
 
     @property
     def checkpoint(self) -> CheckpointPath | None:

@@ -81,7 +81,7 @@ class RunRegistry:
         others: list[RowMapping] = []
         for row in found:
             recovery = recovery_of(row["user_metadata"], self._settings)
-            (restored if recovery.enabled else others).append(row)
+            (others if recovery is None else restored).append(row)
         for row in others:
             self.lifecycle.write_end(row["id"], _restarted())
         await self._database.flush()
@@ -116,8 +116,8 @@ class RunRegistry:
         )
         await read_ahead(run.model.path, self._settings)
         self.hosts.for_left(run, key=row["host"])
-        recovery = recovery_of(row["user_metadata"], self._settings)
-        run.log = self._journal.open_log(run.id, recovery)
+        if recovery := recovery_of(row["user_metadata"], self._settings):
+            run.log = self._journal.open_log(run.id, recovery)
         ended = await self._resumption.resume_run(run, row)
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=ended)
@@ -220,7 +220,7 @@ class RunRegistry:
         if run.error is not None:  # its session ended meanwhile
             self._journal.end(creation, run.error)
         else:
-            if recovery.enabled:
+            if recovery is not None:
                 run.log = self._journal.open_log(run_id, recovery)
             self.lifecycle.begin(run)
         await self._database.sync()

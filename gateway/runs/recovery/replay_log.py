@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pydantic import NonNegativeFloat, TypeAdapter, ValidationError
 
-from gateway.runs.operations import Body, Kind
+from gateway.runs.operations import STATE_CHANGES, Body, Kind
 from tandem.errors import CheckpointDamaged, CustomLossFailed, InvalidRequest
 from tandem.settings.gateway import GatewaySettings
 from tandem.v1 import trainer_pb2
@@ -37,38 +37,35 @@ _LARGEST_SHARE = 0.25
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a run's dead trainer is restored. If not `enabled`, the run ends.
+    """How a run's dead trainer is restored.
 
     Snapshots take the `share` of training time. `replay` bounds the seconds to replay, unless
     snapshots would take a quarter of the time. `log_bytes` bounds stored payloads."""
 
-    enabled: bool = True
     share: float = 0.02
     replay: float = REPLAY_SECONDS
     log_bytes: int = LOG_BYTES
 
 
-def recovery_of(user_metadata: Mapping[str, object] | None, settings: GatewaySettings) -> Recovery:
-    """Return a run's recovery. Its creator may turn it off or bound the replay in seconds:
-    `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises `InvalidRequest`."""
-    chosen = (user_metadata or {}).get(METADATA_KEY)
-    usual = Recovery(
-        enabled=settings.recovery_enabled,
-        share=settings.recovery_share,
-        replay=REPLAY_SECONDS,
-        log_bytes=LOG_BYTES,
-    )
-    if chosen is None:
-        return usual
+def recovery_of(
+    user_metadata: Mapping[str, object] | None, settings: GatewaySettings
+) -> Recovery | None:
+    """Return a run's recovery, None if its death is final. Its creator may turn it off or bound the
+    replay in seconds: `{"tandem.recovery": "off"}`, `{"tandem.recovery": "600"}`. Raises
+    `InvalidRequest`."""
+    chosen = (user_metadata or {}).get(METADATA_KEY, REPLAY_SECONDS)
     if chosen == "off":
-        return replace(usual, enabled=False)
+        return None
     try:
-        return replace(usual, replay=_SECONDS.validate_python(chosen))
+        replay = _SECONDS.validate_python(chosen)
     except ValidationError as error:
         raise InvalidRequest(
             f'{METADATA_KEY} of the user_metadata is {str(chosen)[:40]!r}: it is "off", or the '
             "seconds of training that are replayed at most after a crash"
         ) from error
+    if not settings.recovery_enabled:
+        return None
+    return Recovery(share=settings.recovery_share, replay=replay, log_bytes=LOG_BYTES)
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,6 @@ class SentCall:
 
     seq_id: int
     kind: Kind
-    changes_state: bool
     request: bytes = b""
     body: Body | None = None
     size: int = 0
@@ -101,6 +97,10 @@ class SentCall:
     failure: str = ""
     reason: str = ""
     release: Callable[[], None] | None = None
+
+    @property
+    def changes_state(self) -> bool:
+        return self.kind in STATE_CHANGES
 
     @property
     def changes_weights(self) -> bool:

@@ -134,7 +134,6 @@ def _call_of(row: RowMapping, payload: int) -> SentCall:
     return SentCall(
         seq_id=row["seq_id"],
         kind=row["kind"],
-        changes_state=True,
         request=row["call"],
         body=body_from_json(row["kind"], row["request"]),
         size=len(row["call"]) + max(payload, 0),

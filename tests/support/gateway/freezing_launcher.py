@@ -281,7 +281,7 @@ class Trainer:
     def _sent(self, seq_id: int) -> SentCall:
         header = common_pb2.OperationHeader(run_id=self.run.id, seq_id=seq_id + 1)
         request = trainer_pb2.ForwardBackwardRequest(header=header).SerializeToString()
-        return SentCall(seq_id=seq_id, kind="forward", changes_state=False, request=request)
+        return SentCall(seq_id=seq_id, kind="forward", request=request)
 
 
 def with_freezing_launcher(

@@ -17,7 +17,6 @@ def call(seq_id: int, kind: str = "forward_backward", *, size: int = 0, **more) 
     return SentCall(
         seq_id=seq_id,
         kind=kind,
-        changes_state=kind in STATE,
         size=size,
         has_payload=size > 0,
         **more,
@@ -210,7 +209,8 @@ def test_the_creator_of_a_run_may_turn_recovery_off_or_choose_the_seconds():
     default = GatewaySettings(recovery_share=0.5)
     assert recovery_of(None, default) == Recovery(share=0.5)
     assert recovery_of({"other": "x"}, default) == Recovery(share=0.5)
-    assert not recovery_of({"tandem.recovery": "off"}, default).enabled
+    assert recovery_of({"tandem.recovery": "off"}, default) is None
+    assert recovery_of(None, GatewaySettings(recovery_enabled=False)) is None
     assert recovery_of({"tandem.recovery": "600"}, default).replay == 600
     for wrong in ("on", "-1", "nan", ["off"], {}):
         with pytest.raises(InvalidRequest, match=r"tandem\.recovery"):
