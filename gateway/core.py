@@ -31,7 +31,7 @@ from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
-from gateway.runs.record import RunHistory, RunQueries
+from gateway.runs.record import RunRecords
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
 from gateway.runs.stopping import Stop
@@ -148,8 +148,7 @@ class Gateway:
             database=database, limits=self.limits, ttl=settings.session_ttl
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
-        self.run_queries = RunQueries(database=database)
-        self.run_history = RunHistory(database=database)
+        self.run_records = RunRecords(database=database)
         self.usage = UsageMeter(database=database)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.samples = SampleMeter(usage=self.usage)
@@ -266,7 +265,7 @@ class Gateway:
         tools = RunTools(
             settings=settings,
             journal=self.journal,
-            history=self.run_history,
+            records=self.run_records,
             checkpoints=self.checkpoints,
             versions=self.versions,
             snapshots=SnapshotStore(

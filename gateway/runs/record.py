@@ -48,6 +48,20 @@ class RunRecord:
     last_sampler: Checkpoint | None
 
 
+@dataclass(frozen=True)
+class TrainingStep:
+    """A row of `training_steps`. `metrics` come from the optimizer and the step's batches."""
+
+    run_id: str
+    seq_id: int
+    step: int
+    at: float
+    seconds: float
+    tokens: int
+    weight_version: str
+    metrics: Mapping[str, float | None]
+
+
 _ACCEPTED_LAST = (
     select(operations.c.accepted_at)
     .where(operations.c.run_id == runs.c.id)
@@ -61,12 +75,17 @@ _RUNS = select(
 )
 
 
-class RunQueries:
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
+@dataclass(eq=False)
+class RunRecords:
+    """The rows of `runs` and `training_steps`. Steps live as long as their run."""
+
+    database: Database
+
+    def __post_init__(self) -> None:
+        self._insert = self.database.insert_once(training_steps)
 
     async def storage_of(self, session_ids: Sequence[str]) -> dict[str, Storage]:
-        rows = await self._database.read(
+        rows = await self.database.read(
             select(
                 runs.c.session_id,
                 func.count().label("found"),
@@ -83,14 +102,14 @@ class RunQueries:
     async def run(self, run_id: str, caller: Caller, *, scope: Scope = "accessible") -> RunRecord:
         """Return a run. Raises `UnknownRun`. A run with a published checkpoint is accessible to
         everybody."""
-        await self._database.flush()
+        await self.database.flush()
         seen = visible(runs.c.owner, caller, scope)
         if scope == "accessible":
             published = select(checkpoints.c.path).where(
                 checkpoints.c.run_id == run_id, checkpoints.c.public, not_expired()
             )
             seen = or_(seen, published.exists())
-        rows = await self._database.read(_RUNS.where(runs.c.id == run_id, seen))
+        rows = await self.database.read(_RUNS.where(runs.c.id == run_id, seen))
         if not rows:
             raise unknown_run(run_id)
         return (await self._described(rows))[0]
@@ -101,11 +120,11 @@ class RunQueries:
         wanted = [visible(runs.c.owner, caller, scope)]
         if project_id is not None:
             wanted.append(runs.c.project_id == project_id)
-        await self._database.flush()
-        total = await self._database.read_value(
+        await self.database.flush()
+        total = await self.database.read_value(
             select(func.count()).select_from(runs).where(*wanted)
         )
-        rows = await self._database.read(
+        rows = await self.database.read(
             _RUNS.where(*wanted)
             .order_by(runs.c.created_at.desc(), runs.c.id.desc())
             .limit(limit)
@@ -142,58 +161,39 @@ class RunQueries:
             .where(table.run_id.in_(run_ids), not_expired())
             .subquery()
         )
-        rows = await self._database.read(select(ranked).where(ranked.c.rank == 1))
+        rows = await self.database.read(select(ranked).where(ranked.c.rank == 1))
         return {(row["run_id"], row["kind"]): checkpoint_of(row) for row in rows}
 
+    # --- Optimizer steps ----------------------------------------------------------------------
 
-@dataclass(frozen=True)
-class TrainingStep:
-    """A row of `training_steps`. `metrics` come from the optimizer and the step's batches."""
-
-    run_id: str
-    seq_id: int
-    step: int
-    at: float
-    seconds: float
-    tokens: int
-    weight_version: str
-    metrics: Mapping[str, float | None]
-
-
-class RunHistory:
-    """One row for each optimizer step, with the trainer's measurements. They live as long as their
-    run."""
-
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
-        self._insert = database.insert_once(training_steps)
-
-    def record(self, step: TrainingStep) -> None:
+    def record_step(self, step: TrainingStep) -> None:
         """Write a step without waiting. An existing row stays."""
         finite = {
             name: value if value is not None and math.isfinite(value) else None
             for name, value in step.metrics.items()
         }
-        self._database.write_soon(self._insert, asdict(step) | {"metrics": finite})
+        self.database.write_soon(self._insert, asdict(step) | {"metrics": finite})
 
-    async def newest(self, run_id: str, *, limit: int, before: int | None) -> list[TrainingStep]:
+    async def newest_steps(
+        self, run_id: str, *, limit: int, before: int | None
+    ) -> list[TrainingStep]:
         """Return the newest steps of a run in order, before the `seq_id` `before` if given."""
         wanted = select(training_steps).where(training_steps.c.run_id == run_id)
         if before is not None:
             wanted = wanted.where(training_steps.c.seq_id < before)
-        await self._database.flush()
-        rows = await self._database.read(
+        await self.database.flush()
+        rows = await self.database.read(
             wanted.order_by(training_steps.c.seq_id.desc()).limit(limit)
         )
         return [from_row(TrainingStep, row) for row in reversed(rows)]
 
-    async def last_of(self, run_ids: Sequence[str]) -> dict[str, TrainingStep]:
+    async def last_steps(self, run_ids: Sequence[str]) -> dict[str, TrainingStep]:
         last = (
             select(training_steps.c.run_id, func.max(training_steps.c.seq_id))
             .where(training_steps.c.run_id.in_(run_ids))
             .group_by(training_steps.c.run_id)
         )
         this = tuple_(training_steps.c.run_id, training_steps.c.seq_id)
-        await self._database.flush()
-        rows = await self._database.read(select(training_steps).where(this.in_(last)))
+        await self.database.flush()
+        rows = await self.database.read(select(training_steps).where(this.in_(last)))
         return {row["run_id"]: from_row(TrainingStep, row) for row in rows}

@@ -101,7 +101,7 @@ class OperationRunner:
                 request.dimuon.CopyFrom(params)
         reply = await self._delivery.deliver(call, lambda client: client.stub.OptimStep, request)
         self._run.step = reply.step
-        self._tools.history.record(
+        self._tools.records.record_step(
             TrainingStep(
                 run_id=self._run.id,
                 seq_id=call.operation.seq_id,

@@ -11,7 +11,7 @@ from gateway.owners.usage.meter import UsageMeter
 from gateway.runs.custom_losses import LOSS_NAME, CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, LossReference
-from gateway.runs.record import RunHistory
+from gateway.runs.record import RunRecords
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
@@ -22,7 +22,7 @@ from tandem.settings.gateway import GatewaySettings
 class RunTools:
     settings: GatewaySettings
     journal: Journal
-    history: RunHistory
+    records: RunRecords
     checkpoints: CheckpointCatalog
     versions: VersionStore
     snapshots: SnapshotStore

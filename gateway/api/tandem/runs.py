@@ -108,10 +108,10 @@ async def list_runs(
     offset: Annotated[Offset, Query()] = 0,
 ) -> RunSummaries:
     """Return a page of runs, newest first. An admin sees everybody's runs, others their own."""
-    found, total = await access.gateway.run_queries.runs(
+    found, total = await access.gateway.run_records.runs(
         access.caller, scope="accessible", project_id=None, limit=limit, offset=offset
     )
-    last = await access.gateway.run_history.last_of([run.id for run in found])
+    last = await access.gateway.run_records.last_steps([run.id for run in found])
     return RunSummaries(runs=[_summary(run, last.get(run.id)) for run in found], total_count=total)
 
 
@@ -124,9 +124,9 @@ async def run_steps(
 ) -> RunSteps:
     """Return a run's newest optimizer steps in order, or those before a `seq_id`."""
     run = await _own(run_id, access)
-    gateway, history = access.gateway, access.gateway.run_history
-    found = await history.newest(run_id, limit=limit + 1, before=before)
-    last = await history.last_of([run_id])
+    gateway, records = access.gateway, access.gateway.run_records
+    found = await records.newest_steps(run_id, limit=limit + 1, before=before)
+    last = await records.last_steps([run_id])
     live = gateway.runs.get(run_id)
     sampler = gateway.samplers.by_key(live.host.sampler) if live is not None else None
     return RunSteps(
@@ -142,7 +142,7 @@ async def run_steps(
 async def _own(run_id: str, access: Access) -> RunRecord:
     """Return a fully visible run. A published checkpoint does not show its run's steps. Raises
     `UnknownRun`."""
-    run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
+    run = await access.gateway.run_records.run(run_id, access.caller, scope="accessible")
     if not access.caller.may_see(run.owner):
         raise unknown_run(run_id)
     return run

@@ -139,7 +139,7 @@ class Copied(Answer):
 async def run_checkpoints(run_id: PathText, access: AccessDep) -> StreamingResponse:
     """Return all checkpoints of one run, oldest first. The SDK asks for no pages, so the answer is
     streamed."""
-    run = await access.gateway.run_queries.run(run_id, access.caller, scope="accessible")
+    run = await access.gateway.run_records.run(run_id, access.caller, scope="accessible")
     return StreamingResponse(_of_run(run.id, access), media_type="application/json")
 
 

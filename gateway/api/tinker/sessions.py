@@ -220,7 +220,7 @@ async def search_sessions(body: Search, access: AccessDep) -> SessionPage:
     sessions, next_cursor = await access.gateway.session_queries.search(
         body, access.caller, limit=body.limit, cursor=body.cursor
     )
-    storage = await access.gateway.run_queries.storage_of([session.id for session in sessions])
+    storage = await access.gateway.run_records.storage_of([session.id for session in sessions])
     return SessionPage(
         sessions=[_summary(s, storage.get(s.id, Storage())) for s in sessions],
         next_cursor=NextPage.of(next_cursor) if next_cursor is not None else None,

@@ -184,7 +184,7 @@ async def training_runs(
     project_id: Annotated[ProjectFilter, Query()] = None,
 ) -> RunPage:
     """Return a page of runs, newest first."""
-    runs, total = await access.gateway.run_queries.runs(
+    runs, total = await access.gateway.run_records.runs(
         access.caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
     )
     return RunPage(
@@ -200,7 +200,7 @@ async def training_run(
     access_scope: Annotated[Scope, Query()] = "owned",
 ) -> RunInfo:
     """Describe a run, even long after its end."""
-    run = await access.gateway.run_queries.run(run_id, access.caller, scope=access_scope)
+    run = await access.gateway.run_records.run(run_id, access.caller, scope=access_scope)
     return _run(run, access.caller)
 
 

@@ -88,7 +88,7 @@ def test_a_run_is_listed_with_its_last_step_and_one_without_steps_too(gate, trai
 def test_a_metric_that_is_not_finite_is_recorded_as_no_number(gate, training):
     step = {"run_id": training.model_id, "at": 1.0, "seconds": 1.0, "tokens": 1}
     row = TrainingStep(**step, seq_id=1, step=1, weight_version="", metrics={"loss": float("nan")})
-    gate.run(lambda: gate.gateway.run_history.record(row))
+    gate.run(lambda: gate.gateway.run_records.record_step(row))
     with gate.http() as client:
         (told,) = client.get(f"{OWN}/runs/{training.model_id}/steps").json()["steps"]
     assert told["metrics"] == {"loss": None}

@@ -215,7 +215,11 @@ class Client:
         run = gateway.runs.get(self.run_id)
         assert run is not None
         sampler = gateway.samplers.ensure(
-            session_id=self.session_id, model=run.model, rank=0, all_weights=True, kept=run.sampler
+            session_id=self.session_id,
+            model=run.model,
+            rank=0,
+            all_weights=True,
+            kept=run.host.sampler,
         )
         while True:
             await asyncio.sleep(self._rng.random() * 5)
