@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -106,7 +108,8 @@ def test_of_what_owners_share_each_sees_whose_it_is_if_it_is_its_own(tmp_path: P
                 each.session_id = (await gateway.sessions.create(new)).id
                 await each.go_on(gateway)
             for name, role in (("ann", "member"), ("ben", "member"), ("root", "admin")):
-                found = await status(gateway, Caller(name, "k", role))
+                access: Any = SimpleNamespace(gateway=gateway, caller=Caller(name, "k", role))
+                found = await status(access)
                 assert len(found.workers) == 2 and len(found.samplers) == 1
                 seen[name] = found.model_dump_json()
             for each in self._clients:
