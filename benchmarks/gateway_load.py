@@ -32,6 +32,7 @@ from gateway.workers.worker import Worker
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.worker import WorkerSpec
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.workers import SamplerSettings
 from tandem.stack import Stack
 from tandem.v1 import common_pb2, sampler_pb2
@@ -131,7 +132,8 @@ async def direct(work: Path, model: Path, load: Load) -> dict[str, object]:
     version = common_pb2.WeightVersion(name=f"base/{MODEL}", path=str(model))
     try:
         handle = await launcher.start(spec)
-        await launcher.wait_ready(spec.worker_id)
+        if answer := await wait_until_serving(handle, timeout=spec.start_timeout):
+            raise SystemExit(answer)
         worker = Worker.of(handle, Epoch(number=1, superseded=lambda: None))
         async with worker.channel:
             sampler = SamplerClient(worker, timeout=120, give_up=print)

@@ -28,6 +28,7 @@ from benchmarks.recovery import batch
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 from tandem.stack import Stack
 
@@ -40,13 +41,13 @@ _BESIDE_SECONDS = 1.0
 async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]:
     """Return the seconds until a worker's address and its service, with the times in its log."""
     began = time.perf_counter()
-    await launcher.start(spec)
+    handle = await launcher.start(spec)
     address = time.perf_counter() - began
-    await launcher.wait_ready(spec.worker_id)
+    if answer := await wait_until_serving(handle, timeout=spec.start_timeout):
+        raise SystemExit(answer)
     found = {"address": address, "ready": time.perf_counter() - began}
-    path = launcher.describe(spec.worker_id).log_path
-    assert path is not None
-    for line in path.read_text().splitlines():
+    log = await asyncio.to_thread(Path(handle.log_path).read_text)
+    for line in log.splitlines():
         if line.startswith("{"):
             found |= {k: v for k, v in json.loads(line).items() if k.endswith("_seconds")}
     await launcher.stop(spec.worker_id)

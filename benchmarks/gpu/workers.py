@@ -30,6 +30,7 @@ from tandem.protocol.worker import (
     TrainingSpec,
     WorkerSpec,
 )
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from tandem.weights import new_version_name, version_path
@@ -211,10 +212,10 @@ async def worker(bench: Bench, spec: WorkerSpec) -> AsyncIterator[Caller]:
     launcher = ProcessLauncher(data_dir=bench.work)
     try:
         handle = await launcher.start(spec)
-        await launcher.wait_ready(spec.worker_id)
-        pid = launcher.describe(spec.worker_id).pid
+        if answer := await wait_until_serving(handle, timeout=spec.start_timeout):
+            raise SystemExit(answer)
         async with plain_channel(handle.address, options=GRPC_OPTIONS) as channel:
-            yield Caller(channel, spec=spec, pid=pid)
+            yield Caller(channel, spec=spec, pid=handle.pid)
     finally:
         await launcher.close()
 

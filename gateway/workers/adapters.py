@@ -170,7 +170,9 @@ class WorkerAdapter(Generic[Owner]):
         to wake. If it is awake, that does nothing. Raises `WorkerMayRun` if neither worker nor
         launcher answers."""
         try:
-            worker = await self._processes.take_up(row.process, key=row.key, lease=row.token)
+            worker = await self._processes.take_up(
+                row.process, key=row.key, lease=row.token, timeout=row.request.start_timeout
+            )
             if worker is None:
                 return Found(state="gone")
             self._workers[row.key] = worker

@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, cast
+from pathlib import Path
+from typing import Any, Protocol, cast
 
 import grpc.aio
 
@@ -21,7 +22,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
 from gateway.workers.launchers.base import Launcher, Launchers
 from gateway.workers.worker import Worker, WorkerRecord
-from tandem.errors import GatewaySuperseded, WorkerCrashed, describe
+from tandem.errors import GatewaySuperseded, WorkerCrashed, WorkerStartFailed, describe
 from tandem.protocol.worker import (
     WORKER_STOP_TIMEOUT,
     WorkerExit,
@@ -30,6 +31,7 @@ from tandem.protocol.worker import (
     WorkerSpec,
     own_version,
 )
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
@@ -135,8 +137,8 @@ class Processes:
     # --- Starts and ends ----------------------------------------------------------------------
 
     async def start(self, spec: WorkerSpec, *, key: str) -> Worker:
-        """Start a process for a row, and return once it serves. Raises `WorkerStartFailed`, after
-        which nothing is left, or `WorkerMayRun`."""
+        """Start a process for a row, and return once it serves. Raises `WorkerStartFailed` or
+        `WorkerMayRun`, after which the caller stops it."""
         spec = spec.model_copy(
             update={
                 "secret": secrets.token_urlsafe(32),
@@ -148,18 +150,16 @@ class Processes:
         self._may_run.add(spec.worker_id)
         try:
             handle = await launcher.start(spec)
-            await launcher.wait_ready(spec.worker_id)
-            if record.reason:
-                raise WorkerCrashed(record.reason)
+            await _until_serving(record, handle, timeout=spec.start_timeout)
         except BaseException:
             self._records.pop(spec.worker_id, None)
             raise
         self._log.info("worker_ready", worker_id=spec.worker_id, run_id=spec.run_id)
         return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
 
-    async def take_up(self, process: str, *, key: str, lease: int) -> Worker | None:
+    async def take_up(self, process: str, *, key: str, lease: int, timeout: float) -> Worker | None:
         """Return a process of an earlier gateway once it serves, or None if there is none. Raises
-        `WorkerStartFailed` or `WorkerMayRun`."""
+        `WorkerStartFailed` if it does not serve within `timeout` seconds, or `WorkerMayRun`."""
         record = self._records.get(process)
         if record is not None and record.worker is not None:
             record.worker.lease = lease
@@ -168,13 +168,17 @@ class Processes:
         if handle is None:  # it was asked to end, or something may be left of its start
             await self.stop(process, at_once=True)
             return None
-        await self.launcher_of(process).wait_ready(process)
-        if self._left.pop(process, None) is None:  # it ended meanwhile
-            return None
+        record = self._add_record(handle, key)
+        try:
+            await _until_serving(record, handle, timeout=timeout)
+        except BaseException:
+            self._records.pop(process, None)
+            raise
+        self._left.pop(process, None)
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
         worker = Worker.of(handle, self.epoch, lease=lease)
         worker.left = worker.busy = True
-        return self._note_ready(self._add_record(handle, key), worker)
+        return self._note_ready(record, worker)
 
     async def stop(self, process: str, *, at_once: bool) -> None:
         """Return when nothing is left of a process. Its calls end at once. Raises
@@ -225,7 +229,6 @@ class Processes:
 
     def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
         record.worker = worker
-        record.details = self.launchers[record.kind].describe(record.worker_id)
         record.state = "ready"
         return worker
 
@@ -247,10 +250,10 @@ class Processes:
             record = self._records.get(exit_.worker_id)
             if record is None:
                 continue
-            self.metrics.worker_exits.labels(kind=record.kind).inc()
-            if record.worker is None:  # just before it becomes ready
-                record.reason = exit_.reason
+            if record.worker is None:  # it starts
+                record.ended.set_result(exit_)
                 continue
+            self.metrics.worker_exits.labels(kind=record.kind).inc()
             del self._records[exit_.worker_id]
             self._reports.note_exit(record.key, exit_.worker_id, exit_.reason)
             await record.worker.channel.close()
@@ -289,3 +292,24 @@ class Processes:
             "the gateway's version"
             for version, those in others.items()
         ]
+
+
+async def _until_serving(record: WorkerRecord, handle: WorkerHandle, *, timeout: float) -> None:
+    """Return once a process serves. Raises `WorkerStartFailed`, or `WorkerCrashed` after a fault in
+    native code or an end just after it served."""
+    check = asyncio.create_task(wait_until_serving(handle, timeout=timeout))
+    try:
+        either: set[asyncio.Future[Any]] = {check, record.ended}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if record.ended.done():
+            exit_, served = record.ended.result(), check.done() and not check.result()
+            error = WorkerCrashed if exit_.crashed or served else WorkerStartFailed
+            raise error(f"the {handle.kind} did not start: {exit_.reason}")
+        if answer := check.result():
+            log = f"; its log is {Path(handle.log_path).name}" if handle.log_path else ""
+            raise WorkerStartFailed(
+                f"the {handle.kind} did not become ready ({answer}; it had {timeout:g} s to "
+                f"start){log}"
+            )
+    finally:
+        check.cancel()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
@@ -11,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from gateway.workers.epoch import Epoch
 from tandem.protocol.channels import worker_channel
 from tandem.protocol.fencing import LEASE_METADATA_KEY
-from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerDetails, WorkerHandle, WorkerKind
+from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerExit, WorkerHandle, WorkerKind
 
 
 @dataclass(eq=False)
@@ -81,8 +82,7 @@ class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
     `key` names its row. `state` is "starting", "ready" or, while silent, "unresponsive". `worker`
-    and `details` are set when ready, `version` by the first heartbeat. `reason` explains an earlier
-    end."""
+    is set when ready, `version` by the first heartbeat. `ended` has an earlier end."""
 
     worker_id: str
     kind: WorkerKind
@@ -91,7 +91,8 @@ class WorkerRecord:
     key: str
     state: str = "starting"
     started_at: float = field(default_factory=time.time)
-    reason: str = ""
+    ended: asyncio.Future[WorkerExit] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
     worker: Worker | None = None
-    details: WorkerDetails = field(default_factory=WorkerDetails)
     version: str = ""

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import orjson
 
-from tandem.agent.host import Host, this_host
 from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.scratch import ScratchFolders
@@ -33,7 +32,6 @@ from tandem.protocol.exit_watchers import ExitWatchers
 from tandem.protocol.worker import (
     LOOPBACK,
     MAX_SPEC_BYTES,
-    WorkerDetails,
     WorkerExit,
     WorkerHandle,
     WorkerKind,
@@ -51,7 +49,7 @@ _PRELOADED_BACKEND: str = TrainerSettings.model_fields["backend"].default
 
 @dataclass(eq=False, kw_only=True)
 class ProcessLauncher:
-    """Implements the gateway's `Launcher` for the agent. It tracks the leftovers of its workers.
+    """Does the agent's part of the gateway's `Launcher`. It tracks the leftovers of its workers.
 
     `command` returns the program for a kind of worker, without `--report-fd N`. Output goes to
     `logs/WORKER.log`, by default in the data directory. `pool` counts the processes to start in
@@ -116,22 +114,6 @@ class ProcessLauncher:
         )
         return handle
 
-    async def wait_ready(self, worker_id: str) -> None:
-        ended = (worker for worker in self._ended if worker.spec.worker_id == worker_id)
-        worker = self._workers.get(worker_id) or next(ended, None)
-        if worker is None or worker.handle is None:
-            raise WorkerStartFailed(f"worker {worker_id} does not run")
-        if worker.ready and not worker.failed.done():
-            return
-        worker.awaited = True
-        try:
-            await worker.serving(worker.handle)
-        except WorkerStartFailed:
-            await worker.kill()
-            raise
-        finally:
-            worker.awaited = False
-
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         """Kill it in time even if the caller goes away.
 
@@ -192,10 +174,6 @@ class ProcessLauncher:
             processes=len(worker.suspended),
         )
 
-    @property
-    def reports(self) -> bool:
-        return True
-
     def ids(self) -> tuple[str, ...]:
         """Return all workers, also those without an address."""
         return tuple(self._workers)
@@ -211,15 +189,6 @@ class ProcessLauncher:
         await asyncio.gather(*(worker.kill() for worker in ending))
         running = [worker for worker in workers if worker not in ending]
         return [worker.handle for worker in running if worker.handle is not None]
-
-    async def describe_host(self) -> Host:
-        return this_host()
-
-    def describe(self, worker_id: str) -> WorkerDetails:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            return WorkerDetails()
-        return WorkerDetails(pid=worker.pid, log_path=worker.log_path)
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         return self._watchers.watch_exits(map(_exit_of, self._ended))
@@ -312,7 +281,7 @@ class ProcessLauncher:
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id
         del self._workers[worker_id]
-        if worker.expected or worker.awaited or worker.handle is None:  # its caller is told
+        if worker.expected or worker.handle is None:  # its caller is told
             return
         self._ended.append(worker)
         exit_ = _exit_of(worker)
@@ -326,7 +295,9 @@ def _may_be_pooled(spec: WorkerSpec) -> bool:
 
 
 def _exit_of(worker: WorkerProcess) -> WorkerExit:
-    return WorkerExit(worker_id=worker.spec.worker_id, reason=worker.ended.result())
+    return WorkerExit(
+        worker_id=worker.spec.worker_id, reason=worker.ended.result(), crashed=worker.crashed
+    )
 
 
 def _first_line(spec: WorkerSpec) -> bytes:

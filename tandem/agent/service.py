@@ -90,18 +90,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             handle = await self._launcher.start(WorkerSpec.model_validate_json(request.spec))
         except TandemError as error:
             return agent_pb2.StartWorkerReply(failure=error.to_failure())
-        return agent_pb2.StartWorkerReply(worker=self._worker(handle))
-
-    async def WaitReady(
-        self,
-        request: agent_pb2.WaitReadyRequest,
-        context: Context,
-    ) -> agent_pb2.WaitReadyReply:
-        try:
-            await self._launcher.wait_ready(request.worker_id)
-        except TandemError as error:
-            return agent_pb2.WaitReadyReply(failure=error.to_failure())
-        return agent_pb2.WaitReadyReply()
+        return agent_pb2.StartWorkerReply(worker=_worker(handle))
 
     async def Stop(
         self,
@@ -137,7 +126,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             handles = await self._launcher.list()
         except TandemError as error:
             return agent_pb2.ListWorkersReply(failure=error.to_failure())
-        return agent_pb2.ListWorkersReply(workers=[self._worker(handle) for handle in handles])
+        return agent_pb2.ListWorkersReply(workers=[_worker(handle) for handle in handles])
 
     async def Watch(
         self,
@@ -147,8 +136,7 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         exits = self._launcher.watch()
         yield agent_pb2.WatchReply(running=self._launcher.told_ids())
         async for exit_ in exits:
-            ended = agent_pb2.WorkerEnded(worker_id=exit_.worker_id, reason=exit_.reason)
-            yield agent_pb2.WatchReply(ended=[ended])
+            yield agent_pb2.WatchReply(ended=[agent_pb2.WorkerEnded(**vars(exit_))])
 
     async def _switch(
         self, switch: SuspendCall, request: agent_pb2.SuspendWorkerRequest
@@ -160,24 +148,9 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
             return agent_pb2.SuspendWorkerReply(failure=error.to_failure())
         return agent_pb2.SuspendWorkerReply(seconds=time.perf_counter() - began)
 
-    def _worker(self, handle: WorkerHandle) -> agent_pb2.AgentWorker:
-        details = self._launcher.describe(handle.worker_id)
-        return agent_pb2.AgentWorker(
-            worker_id=handle.worker_id,
-            kind=handle.kind,
-            session_id=handle.session_id,
-            run_id=handle.run_id,
-            model_name=handle.model_name,
-            model_path=handle.model_path,
-            max_lora_rank=handle.max_lora_rank,
-            address=handle.address,
-            metrics_port=handle.metrics_port,
-            secret=handle.secret,
-            pid=details.pid,
-            log_path=str(details.log_path or ""),
-            authority=handle.authority,
-            replica=handle.replica,
-        )
+
+def _worker(handle: WorkerHandle) -> agent_pb2.AgentWorker:
+    return agent_pb2.AgentWorker(**vars(handle))
 
 
 def description() -> agent_pb2.DescribeAgentReply:

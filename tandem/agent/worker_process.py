@@ -12,20 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import psutil
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pydantic import ValidationError
 
 from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, describe, without_paths
-from tandem.protocol.channels import worker_channel
-from tandem.protocol.worker import (
-    SECRET_METADATA_KEY,
-    WorkerHandle,
-    WorkerReport,
-    WorkerSpec,
-)
+from tandem.protocol.worker import WorkerHandle, WorkerReport, WorkerSpec
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.telemetry import get_log
 
 _MAX_REPORT_BYTES = 2**20
@@ -39,18 +31,6 @@ _TAIL_LINES = 5
 _NATIVE_CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 )
-
-_RETRY_SECONDS = 0.1
-_WATCH_SECONDS = 60.0
-"""The limit of one health call. A long load needs several, because the calls may be the worker's
-lifeline."""
-_FINAL_CODES = (
-    grpc.StatusCode.PERMISSION_DENIED,
-    grpc.StatusCode.UNAUTHENTICATED,
-    grpc.StatusCode.UNIMPLEMENTED,
-)
-"""Status codes that waiting does not change."""
-
 _NOT_RUNNING = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -60,8 +40,7 @@ class WorkerProcess:
 
     - `failed`: completes when the worker will never serve (again).
     - `ended`: completes, with the reason, when nothing of the worker runs.
-    - `ready`: it serves. `expected`: its end was requested. `awaited`: a caller waits for its
-      readiness, and so learns of its end.
+    - `ready`: it serves. `expected`: its end was requested.
     - `lease`: the newest fencing token of a suspend or resume. `suspended`: the suspended
       processes.
     - `deadline`: when it must be ready, in the event loop's time.
@@ -80,7 +59,6 @@ class WorkerProcess:
     handle: WorkerHandle | None = None
     ready: bool = False
     expected: bool = False
-    awaited: bool = False
     lease: int = 0
     suspended: list[int] = field(default_factory=list)
 
@@ -101,10 +79,20 @@ class WorkerProcess:
         """Whether it is starting and has time left."""
         return not self.ready and not self.failed.done() and self._seconds_left() > 0
 
+    @property
+    def crashed(self) -> bool:
+        """Whether a fault in native code ended it."""
+        return -(self.process.returncode or 0) in _NATIVE_CRASHES
+
     async def reported(self) -> WorkerHandle:
         """Wait for its address. Raises `WorkerStartFailed` if it reports an error, ends, or is
         silent for too long."""
-        await self._wait_for(self._address, timeout=self._seconds_left())
+        await _first_of(self._address, self.failed, timeout=self._seconds_left())
+        if self.failed.done():  # even if it reported just before
+            if self.expected:
+                raise WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
+            kind = WorkerCrashed if self.crashed else WorkerStartFailed
+            raise kind(f"the {self.spec.kind} did not start: {self._error or self.ended.result()}")
         if not self._address.done():
             raise WorkerStartFailed(
                 f"the {self.spec.kind} did not report an address within "
@@ -114,22 +102,19 @@ class WorkerProcess:
         address = report.address
         if self.advertised:
             address = f"{self.advertised}:{address.rpartition(':')[2]}"
-        self.handle = WorkerHandle.of(self.spec, address=address, metrics_port=report.metrics_port)
+        self.handle = WorkerHandle.of(
+            self.spec,
+            address=address,
+            metrics_port=report.metrics_port,
+            pid=self.pid,
+            log_path=str(self.log_path),
+        )
+        self._readiness = asyncio.create_task(self._note_ready(self.handle))
+        self.failed.add_done_callback(lambda _: self._readiness.cancel())
         return self.handle
 
-    async def serving(self, handle: WorkerHandle) -> None:
-        """Wait until its health service says SERVING. Raises `WorkerStartFailed`."""
-        check = asyncio.create_task(wait_until_serving(handle, timeout=self._seconds_left()))
-        try:
-            await self._wait_for(check)
-            if answer := check.result():
-                raise WorkerStartFailed(
-                    f"the {handle.kind} did not become ready ({answer}; it had "
-                    f"{self.spec.start_timeout:g} s to start); its log is {self.log_path.name}"
-                )
-            self.ready = True
-        finally:
-            check.cancel()
+    async def _note_ready(self, handle: WorkerHandle) -> None:
+        self.ready = not await wait_until_serving(handle, timeout=self._seconds_left())
 
     async def stop_worker(self) -> None:
         """Ask it to end, and kill its group after the stop timeout. See `kill`."""
@@ -160,18 +145,6 @@ class WorkerProcess:
 
     def _seconds_left(self) -> float:
         return max(0.0, self.deadline - asyncio.get_running_loop().time())
-
-    async def _wait_for(self, step: asyncio.Future[Any], *, timeout: float | None = None) -> None:
-        """Raises `WorkerStartFailed` if the worker has failed, even if the step was done just
-        before."""
-        await _first_of(step, self.failed, timeout=timeout)
-        if not self.failed.done():
-            return
-        if self.expected:
-            raise WorkerStartFailed(f"the {self.spec.kind} was stopped while it started")
-        crashed = -(self.process.returncode or 0) in _NATIVE_CRASHES
-        kind = WorkerCrashed if crashed else WorkerStartFailed
-        raise kind(f"the {self.spec.kind} did not start: {self._error or self.ended.result()}")
 
     async def _read_reports(self) -> None:
         """Read the worker's reports until the pipe closes.
@@ -270,36 +243,3 @@ def group_members(pgid: int) -> list[int]:
             if os.getpgid(pid) == pgid and psutil.Process(pid).status() not in _NOT_RUNNING:
                 members.append(pid)
     return members
-
-
-async def wait_until_serving(handle: WorkerHandle, *, timeout: float) -> str:
-    """Return "" once the worker's health is SERVING, else its last answer in words.
-
-    It gives up after `timeout` seconds, or at once if waiting cannot help, as with a wrong secret.
-    It uses the streaming Watch: polling would disturb a worker that loads a model on all cores."""
-    last = "it was not reached"
-    metadata = ((SECRET_METADATA_KEY, handle.secret),)
-    with suppress(TimeoutError):
-        async with worker_channel(handle) as channel, asyncio.timeout(timeout):
-            watch = health_pb2_grpc.HealthStub(channel).Watch
-            while True:
-                try:
-                    async for reply in watch(
-                        health_pb2.HealthCheckRequest(),
-                        metadata=metadata,
-                        timeout=_WATCH_SECONDS,
-                        wait_for_ready=True,
-                    ):
-                        if reply.status == health_pb2.HealthCheckResponse.SERVING:
-                            return ""
-                        status = health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
-                        last = f"its health was {status}"
-                except grpc.aio.AioRpcError as error:
-                    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                        continue
-                    last = f"its health service answered {error.code().name}: {error.details()}"
-                    if error.code() in _FINAL_CODES:
-                        break
-                # The stream ended early: the worker's server is starting or shutting down.
-                await asyncio.sleep(_RETRY_SECONDS)
-    return last

@@ -281,9 +281,20 @@ class WorkerHandle:
     replica: int = 0
     authority: str = field(default="", repr=False)
     """The authority's certificate in PEM, or "" for calls without TLS."""
+    pid: int = 0
+    log_path: str = ""
+    """For people: its process on its host, and its log file. A pod has neither."""
 
     @classmethod
-    def of(cls, spec: WorkerSpec, *, address: str, metrics_port: int = 0) -> WorkerHandle:
+    def of(
+        cls,
+        spec: WorkerSpec,
+        *,
+        address: str,
+        metrics_port: int = 0,
+        pid: int = 0,
+        log_path: str = "",
+    ) -> WorkerHandle:
         return cls(
             worker_id=spec.worker_id,
             kind=spec.kind,
@@ -297,23 +308,19 @@ class WorkerHandle:
             secret=spec.secret,
             replica=spec.replica,
             authority=spec.tls.authority if spec.tls is not None else "",
+            pid=pid,
+            log_path=log_path,
         )
 
 
 @dataclass(frozen=True)
-class WorkerDetails:
-    """Details of a running worker, for people: host pid (or 0) and log file."""
-
-    pid: int = 0
-    log_path: Path | None = None
-
-
-@dataclass(frozen=True)
 class WorkerExit:
-    """The unrequested end of a worker. `reason` is one sentence for the client."""
+    """The unrequested end of a worker. `reason` is one sentence for the client. A worker `crashed`
+    if a fault in native code ended it."""
 
     worker_id: str
     reason: str
+    crashed: bool = False
 
 
 # --- Shared by all processes --------------------------------------------------------------------

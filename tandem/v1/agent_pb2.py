@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/agent.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x16\n\x14\x44\x65scribeAgentRequest\"\x97\x02\n\x12\x44\x65scribeAgentReply\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12,\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x16.tandem.v1.Accelerator\x12L\n\x10trainer_backends\x18\x07 \x03(\x0b\x32\x32.tandem.v1.DescribeAgentReply.TrainerBackendsEntry\x1a\x36\n\x14TrainerBackendsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x8b\x02\n\x0b\x41gentWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\x05\x12\x0e\n\x06secret\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\x05\x12\x10\n\x08log_path\x18\t \x01(\t\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x12\n\nmodel_path\x18\x0b \x01(\t\x12\x15\n\rmax_lora_rank\x18\x0c \x01(\x05\x12\x11\n\tauthority\x18\r \x01(\t\x12\x0f\n\x07replica\x18\x0e \x01(\x05\"\"\n\x12StartWorkerRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\"m\n\x10StartWorkerReply\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.tandem.v1.AgentWorkerH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x08\n\x06result\"%\n\x10WaitReadyRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"F\n\x0eWaitReadyReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"7\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61t_once\x18\x02 \x01(\x08\"G\n\x0fStopWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"Q\n\x14SuspendWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"[\n\x12SuspendWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x42\n\n\x08_failure\"\x14\n\x12ListWorkersRequest\"q\n\x10ListWorkersReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.AgentWorker\x12(\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x0e\n\x0cWatchRequest\"D\n\nWatchReply\x12\x0f\n\x07running\x18\x01 \x03(\t\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEnded\"0\n\x0bWorkerEnded\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2\xb3\x04\n\x05\x41gent\x12J\n\x08\x44\x65scribe\x12\x1f.tandem.v1.DescribeAgentRequest\x1a\x1d.tandem.v1.DescribeAgentReply\x12\x43\n\x05Start\x12\x1d.tandem.v1.StartWorkerRequest\x1a\x1b.tandem.v1.StartWorkerReply\x12\x43\n\tWaitReady\x12\x1b.tandem.v1.WaitReadyRequest\x1a\x19.tandem.v1.WaitReadyReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12I\n\x07Suspend\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12H\n\x06Resume\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12\x42\n\x04List\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReply\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.WatchReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/agent.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x16\n\x14\x44\x65scribeAgentRequest\"\x97\x02\n\x12\x44\x65scribeAgentReply\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12,\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x16.tandem.v1.Accelerator\x12L\n\x10trainer_backends\x18\x07 \x03(\x0b\x32\x32.tandem.v1.DescribeAgentReply.TrainerBackendsEntry\x1a\x36\n\x14TrainerBackendsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x8b\x02\n\x0b\x41gentWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\x05\x12\x0e\n\x06secret\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\x05\x12\x10\n\x08log_path\x18\t \x01(\t\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x12\n\nmodel_path\x18\x0b \x01(\t\x12\x15\n\rmax_lora_rank\x18\x0c \x01(\x05\x12\x11\n\tauthority\x18\r \x01(\t\x12\x0f\n\x07replica\x18\x0e \x01(\x05\"\"\n\x12StartWorkerRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\"m\n\x10StartWorkerReply\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.tandem.v1.AgentWorkerH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x08\n\x06result\"7\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61t_once\x18\x02 \x01(\x08\"G\n\x0fStopWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"Q\n\x14SuspendWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"[\n\x12SuspendWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x12\x0f\n\x07seconds\x18\x02 \x01(\x01\x42\n\n\x08_failure\"\x14\n\x12ListWorkersRequest\"q\n\x10ListWorkersReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.AgentWorker\x12(\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x0e\n\x0cWatchRequest\"D\n\nWatchReply\x12\x0f\n\x07running\x18\x01 \x03(\t\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEnded\"A\n\x0bWorkerEnded\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x63rashed\x18\x03 \x01(\x08\x32\xee\x03\n\x05\x41gent\x12J\n\x08\x44\x65scribe\x12\x1f.tandem.v1.DescribeAgentRequest\x1a\x1d.tandem.v1.DescribeAgentReply\x12\x43\n\x05Start\x12\x1d.tandem.v1.StartWorkerRequest\x1a\x1b.tandem.v1.StartWorkerReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12I\n\x07Suspend\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12H\n\x06Resume\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12\x42\n\x04List\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReply\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.WatchReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,28 +48,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTWORKERREQUEST']._serialized_end=750
   _globals['_STARTWORKERREPLY']._serialized_start=752
   _globals['_STARTWORKERREPLY']._serialized_end=861
-  _globals['_WAITREADYREQUEST']._serialized_start=863
-  _globals['_WAITREADYREQUEST']._serialized_end=900
-  _globals['_WAITREADYREPLY']._serialized_start=902
-  _globals['_WAITREADYREPLY']._serialized_end=972
-  _globals['_STOPWORKERREQUEST']._serialized_start=974
-  _globals['_STOPWORKERREQUEST']._serialized_end=1029
-  _globals['_STOPWORKERREPLY']._serialized_start=1031
-  _globals['_STOPWORKERREPLY']._serialized_end=1102
-  _globals['_SUSPENDWORKERREQUEST']._serialized_start=1104
-  _globals['_SUSPENDWORKERREQUEST']._serialized_end=1185
-  _globals['_SUSPENDWORKERREPLY']._serialized_start=1187
-  _globals['_SUSPENDWORKERREPLY']._serialized_end=1278
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1280
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1300
-  _globals['_LISTWORKERSREPLY']._serialized_start=1302
-  _globals['_LISTWORKERSREPLY']._serialized_end=1415
-  _globals['_WATCHREQUEST']._serialized_start=1417
-  _globals['_WATCHREQUEST']._serialized_end=1431
-  _globals['_WATCHREPLY']._serialized_start=1433
-  _globals['_WATCHREPLY']._serialized_end=1501
-  _globals['_WORKERENDED']._serialized_start=1503
-  _globals['_WORKERENDED']._serialized_end=1551
-  _globals['_AGENT']._serialized_start=1554
-  _globals['_AGENT']._serialized_end=2117
+  _globals['_STOPWORKERREQUEST']._serialized_start=863
+  _globals['_STOPWORKERREQUEST']._serialized_end=918
+  _globals['_STOPWORKERREPLY']._serialized_start=920
+  _globals['_STOPWORKERREPLY']._serialized_end=991
+  _globals['_SUSPENDWORKERREQUEST']._serialized_start=993
+  _globals['_SUSPENDWORKERREQUEST']._serialized_end=1074
+  _globals['_SUSPENDWORKERREPLY']._serialized_start=1076
+  _globals['_SUSPENDWORKERREPLY']._serialized_end=1167
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1169
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1189
+  _globals['_LISTWORKERSREPLY']._serialized_start=1191
+  _globals['_LISTWORKERSREPLY']._serialized_end=1304
+  _globals['_WATCHREQUEST']._serialized_start=1306
+  _globals['_WATCHREQUEST']._serialized_end=1320
+  _globals['_WATCHREPLY']._serialized_start=1322
+  _globals['_WATCHREPLY']._serialized_end=1390
+  _globals['_WORKERENDED']._serialized_start=1392
+  _globals['_WORKERENDED']._serialized_end=1457
+  _globals['_AGENT']._serialized_start=1460
+  _globals['_AGENT']._serialized_end=1954
 # @@protoc_insertion_point(module_scope)

@@ -217,41 +217,6 @@ class StartWorkerReply(google.protobuf.message.Message):
 Global___StartWorkerReply: typing_extensions.TypeAlias = StartWorkerReply
 
 @typing.final
-class WaitReadyRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    WORKER_ID_FIELD_NUMBER: builtins.int
-    worker_id: builtins.str
-    def __init__(
-        self,
-        *,
-        worker_id: builtins.str = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["worker_id", b"worker_id"]) -> None: ...
-
-Global___WaitReadyRequest: typing_extensions.TypeAlias = WaitReadyRequest
-
-@typing.final
-class WaitReadyReply(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FAILURE_FIELD_NUMBER: builtins.int
-    @property
-    def failure(self) -> tandem.v1.common_pb2.Failure:
-        """Why it did not become ready. Nothing of it is left then."""
-
-    def __init__(
-        self,
-        *,
-        failure: tandem.v1.common_pb2.Failure | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
-
-Global___WaitReadyReply: typing_extensions.TypeAlias = WaitReadyReply
-
-@typing.final
 class StopWorkerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -404,21 +369,25 @@ Global___WatchReply: typing_extensions.TypeAlias = WatchReply
 
 @typing.final
 class WorkerEnded(google.protobuf.message.Message):
-    """An unrequested exit, unless an answer to Start or WaitReady reports it."""
+    """An unrequested exit, unless the answer to Start reports it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    CRASHED_FIELD_NUMBER: builtins.int
     worker_id: builtins.str
     reason: builtins.str
     """One sentence for the client."""
+    crashed: builtins.bool
+    """A fault in native code ended it."""
     def __init__(
         self,
         *,
         worker_id: builtins.str = ...,
         reason: builtins.str = ...,
+        crashed: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["reason", b"reason", "worker_id", b"worker_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["crashed", b"crashed", "reason", b"reason", "worker_id", b"worker_id"]) -> None: ...
 
 Global___WorkerEnded: typing_extensions.TypeAlias = WorkerEnded

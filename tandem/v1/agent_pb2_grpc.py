@@ -46,11 +46,6 @@ class AgentStub(object):
                 request_serializer=tandem_dot_v1_dot_agent__pb2.StartWorkerRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_agent__pb2.StartWorkerReply.FromString,
                 _registered_method=True)
-        self.WaitReady = channel.unary_unary(
-                '/tandem.v1.Agent/WaitReady',
-                request_serializer=tandem_dot_v1_dot_agent__pb2.WaitReadyRequest.SerializeToString,
-                response_deserializer=tandem_dot_v1_dot_agent__pb2.WaitReadyReply.FromString,
-                _registered_method=True)
         self.Stop = channel.unary_unary(
                 '/tandem.v1.Agent/Stop',
                 request_serializer=tandem_dot_v1_dot_agent__pb2.StopWorkerRequest.SerializeToString,
@@ -92,14 +87,6 @@ class AgentServicer(object):
     def Start(self, request, context):
         """Answers when the worker has bound its ports. A call that is cancelled, or whose caller
         goes away, leaves nothing of the worker behind.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def WaitReady(self, request, context):
-        """Answers when the worker serves, at once if it did before. If the caller goes away, the start
-        continues, and another caller may wait.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,11 +142,6 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.Start,
                     request_deserializer=tandem_dot_v1_dot_agent__pb2.StartWorkerRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_agent__pb2.StartWorkerReply.SerializeToString,
-            ),
-            'WaitReady': grpc.unary_unary_rpc_method_handler(
-                    servicer.WaitReady,
-                    request_deserializer=tandem_dot_v1_dot_agent__pb2.WaitReadyRequest.FromString,
-                    response_serializer=tandem_dot_v1_dot_agent__pb2.WaitReadyReply.SerializeToString,
             ),
             'Stop': grpc.unary_unary_rpc_method_handler(
                     servicer.Stop,
@@ -243,33 +225,6 @@ class Agent(object):
             '/tandem.v1.Agent/Start',
             tandem_dot_v1_dot_agent__pb2.StartWorkerRequest.SerializeToString,
             tandem_dot_v1_dot_agent__pb2.StartWorkerReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def WaitReady(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/tandem.v1.Agent/WaitReady',
-            tandem_dot_v1_dot_agent__pb2.WaitReadyRequest.SerializeToString,
-            tandem_dot_v1_dot_agent__pb2.WaitReadyReply.FromString,
             options,
             channel_credentials,
             insecure,

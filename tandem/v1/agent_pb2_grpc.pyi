@@ -57,22 +57,6 @@ _AgentStartType = typing_extensions.TypeVar(
     ],
 )
 
-_AgentWaitReadyType = typing_extensions.TypeVar(
-    '_AgentWaitReadyType',
-    grpc.UnaryUnaryMultiCallable[
-        tandem.v1.agent_pb2.WaitReadyRequest,
-        tandem.v1.agent_pb2.WaitReadyReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tandem.v1.agent_pb2.WaitReadyRequest,
-        tandem.v1.agent_pb2.WaitReadyReply,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        tandem.v1.agent_pb2.WaitReadyRequest,
-        tandem.v1.agent_pb2.WaitReadyReply,
-    ],
-)
-
 _AgentStopType = typing_extensions.TypeVar(
     '_AgentStopType',
     grpc.UnaryUnaryMultiCallable[
@@ -153,7 +137,7 @@ _AgentWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitReadyType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
+class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
     """Only the agent's user can open its socket, and there is no other check of the caller. On a port
     for other hosts, it requires the gateway's certificate.
     """
@@ -167,10 +151,6 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StartWorkerRequest,
             tandem.v1.agent_pb2.StartWorkerReply,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            tandem.v1.agent_pb2.WaitReadyRequest,
-            tandem.v1.agent_pb2.WaitReadyReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StopWorkerRequest,
@@ -205,10 +185,6 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
             tandem.v1.agent_pb2.StartWorkerReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
-            tandem.v1.agent_pb2.WaitReadyRequest,
-            tandem.v1.agent_pb2.WaitReadyReply,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StopWorkerRequest,
             tandem.v1.agent_pb2.StopWorkerReply,
         ],
@@ -235,11 +211,6 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentWaitRe
     Start: _AgentStartType
     """Answers when the worker has bound its ports. A call that is cancelled, or whose caller
     goes away, leaves nothing of the worker behind.
-    """
-
-    WaitReady: _AgentWaitReadyType
-    """Answers when the worker serves, at once if it did before. If the caller goes away, the start
-    continues, and another caller may wait.
     """
 
     Stop: _AgentStopType
@@ -271,10 +242,6 @@ AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.StartWorkerRequest,
         tandem.v1.agent_pb2.StartWorkerReply,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        tandem.v1.agent_pb2.WaitReadyRequest,
-        tandem.v1.agent_pb2.WaitReadyReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.StopWorkerRequest,
@@ -318,16 +285,6 @@ class AgentServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[tandem.v1.agent_pb2.StartWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.StartWorkerReply]]:
         """Answers when the worker has bound its ports. A call that is cancelled, or whose caller
         goes away, leaves nothing of the worker behind.
-        """
-
-    @abc.abstractmethod
-    def WaitReady(
-        self,
-        request: tandem.v1.agent_pb2.WaitReadyRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[tandem.v1.agent_pb2.WaitReadyReply, collections.abc.Awaitable[tandem.v1.agent_pb2.WaitReadyReply]]:
-        """Answers when the worker serves, at once if it did before. If the caller goes away, the start
-        continues, and another caller may wait.
         """
 
     @abc.abstractmethod

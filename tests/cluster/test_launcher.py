@@ -10,7 +10,6 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tandem.protocol.worker import WorkerHandle
 from tests.cluster.settings import DEVICE_CLASS, IMAGE, KUBECONFIG
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.gateway import Gateway
@@ -31,7 +30,7 @@ class RealStage:
         self._claims = kubernetes.client.ResourceV1Api(client)
 
     def gateway(self, **about) -> Gateway:
-        made = Gateway(connect, namespace=self._namespace, serving=serving, **about)
+        made = Gateway(connect, namespace=self._namespace, **about)
         made.maker.image, made.maker.device_class = IMAGE, DEVICE_CLASS
         return made
 
@@ -59,22 +58,6 @@ async def connect():
         config_file=KUBECONFIG, client_configuration=configuration
     )
     return kubernetes.client.ApiClient(configuration)
-
-
-async def serving(handle: WorkerHandle, *, timeout: float) -> str:
-    """The plain worker serves when its port is open."""
-    host, _, port = handle.address.rpartition(":")
-    try:
-        async with asyncio.timeout(timeout):
-            while True:
-                try:
-                    _, writer = await asyncio.open_connection(host, int(port))
-                    writer.close()
-                    return ""
-                except OSError:
-                    await asyncio.sleep(0.1)
-    except TimeoutError:
-        return "its port was closed"
 
 
 @asynccontextmanager

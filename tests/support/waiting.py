@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from tandem.protocol.worker import WorkerHandle
+from tandem.protocol.worker_health import wait_until_serving
+
 T = TypeVar("T")
 
 PATIENCE = 120.0
@@ -33,3 +36,7 @@ async def until(
         assert time.monotonic() < deadline, f"waited {timeout:g} s in vain until {what}"
         await asyncio.sleep(0.001)
     return value
+
+
+async def until_serving(handle: WorkerHandle) -> None:
+    assert await wait_until_serving(handle, timeout=PATIENCE) == ""

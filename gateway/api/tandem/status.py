@@ -269,10 +269,10 @@ async def status(access: AccessDep) -> Status:
                 id=worker.worker_id if seen(worker.session_id) else worker.kind,
                 session_id=worker.session_id if seen(worker.session_id) else "",
                 run_id=worker.run_id if seen(worker.session_id) else None,
-                pid=worker.details.pid if admin else 0,
+                pid=worker.worker.handle.pid if worker.worker and admin else 0,
                 address=worker.worker.handle.address if worker.worker and admin else "",
                 metrics_port=worker.worker.handle.metrics_port if worker.worker and admin else 0,
-                log=str(worker.details.log_path or "") if admin else "",
+                log=worker.worker.handle.log_path if worker.worker and admin else "",
                 age_seconds=round(now - worker.started_at, 1),
             )
             for worker in gateway.processes.list_records()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TypeVar
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
@@ -23,16 +24,11 @@ from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
 from tandem.protocol.channels import plain_channel, secure_channel
 from tandem.protocol.exit_watchers import ExitWatchers
-from tandem.protocol.worker import (
-    GRPC_OPTIONS,
-    WorkerDetails,
-    WorkerExit,
-    WorkerHandle,
-    WorkerKind,
-    WorkerSpec,
-)
+from tandem.protocol.worker import GRPC_OPTIONS, WorkerExit, WorkerHandle, WorkerSpec
 from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
+
+Data = TypeVar("Data", Accelerator, WorkerHandle)
 
 _ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0
@@ -70,8 +66,7 @@ class AgentLauncher:
     prepare = staticmethod(with_needs)
 
     def __post_init__(self) -> None:
-        self._workers: dict[str, agent_pb2.AgentWorker] = {}
-        self._start_timeouts: dict[str, float] = {}
+        self._workers: dict[str, WorkerHandle] = {}
         self._watchers = ExitWatchers()
         self._following: asyncio.Task[None] | None = None
         self._closed = False
@@ -110,22 +105,8 @@ class AgentLauncher:
         reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
-        self._start_timeouts[spec.worker_id] = spec.start_timeout
-        self._workers[spec.worker_id] = reply.worker
-        return _handle(reply.worker)
-
-    async def wait_ready(self, worker_id: str) -> None:
-        try:
-            reply = await self._ask(
-                self._stub.WaitReady,
-                agent_pb2.WaitReadyRequest(worker_id=worker_id),
-                start_timeout=self._start_timeouts.pop(worker_id, 0.0),
-            )
-            if reply.HasField("failure"):
-                raise from_failure(reply.failure)
-        except WorkerStartFailed:
-            self._forget(worker_id)
-            raise
+        handle = self._workers[spec.worker_id] = _as(WorkerHandle, reply.worker)
+        return handle
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
@@ -135,7 +116,7 @@ class AgentLauncher:
             raise WorkerMayRun(error.message) from error
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
-        self._forget(worker_id)
+        self._workers.pop(worker_id, None)
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         await self._switch(self._stub.Suspend, worker_id, lease, timeout)
@@ -147,8 +128,9 @@ class AgentLauncher:
         reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
-        self._workers.update({worker.worker_id: worker for worker in reply.workers})
-        return [_handle(worker) for worker in reply.workers]
+        handles = [_as(WorkerHandle, worker) for worker in reply.workers]
+        self._workers.update({handle.worker_id: handle for handle in handles})
+        return handles
 
     async def describe_host(self) -> Host:
         reply = await self._ask(self._stub.Describe, agent_pb2.DescribeAgentRequest())
@@ -156,23 +138,9 @@ class AgentLauncher:
             name=reply.host,
             cores=tuple(reply.cores),
             memory_bytes=reply.memory_bytes,
-            accelerators=tuple(
-                Accelerator(
-                    index=each.index,
-                    uuid=each.uuid,
-                    name=each.name,
-                    memory_bytes=each.memory_bytes,
-                )
-                for each in reply.accelerators
-            ),
+            accelerators=tuple(_as(Accelerator, each) for each in reply.accelerators),
             backends=dict(reply.trainer_backends),
         )
-
-    def describe(self, worker_id: str) -> WorkerDetails:
-        worker = self._workers.get(worker_id)
-        if worker is None:
-            return WorkerDetails()
-        return WorkerDetails(pid=worker.pid, log_path=Path(worker.log_path))
 
     def explain(self, worker_id: str) -> str:
         return ""  # a process waits for nobody
@@ -263,7 +231,7 @@ class AgentLauncher:
                     request, metadata=metadata, wait_for_ready=True
                 ):
                     for ended in reply.ended:
-                        self._tell(ended.worker_id, ended.reason)
+                        self._tell(ended.worker_id, ended.reason, crashed=ended.crashed)
                     if not self._watches:
                         self._watches = True
                         self._tell_lost(known.difference(reply.running))
@@ -280,13 +248,9 @@ class AgentLauncher:
             if (worker := self._workers.get(worker_id)) is not None:
                 self._tell(worker_id, f"the {worker.kind} ended with the agent that had started it")
 
-    def _forget(self, worker_id: str) -> None:
+    def _tell(self, worker_id: str, reason: str, *, crashed: bool = False) -> None:
         self._workers.pop(worker_id, None)
-        self._start_timeouts.pop(worker_id, None)
-
-    def _tell(self, worker_id: str, reason: str) -> None:
-        self._forget(worker_id)
-        self._watchers.tell(WorkerExit(worker_id=worker_id, reason=reason))
+        self._watchers.tell(WorkerExit(worker_id=worker_id, reason=reason, crashed=crashed))
 
 
 def _unknown(error: grpc.aio.AioRpcError) -> WorkerMayRun:
@@ -298,18 +262,6 @@ def _unknown(error: grpc.aio.AioRpcError) -> WorkerMayRun:
     return WorkerMayRun(f"the agent that starts workers {reason}")
 
 
-def _handle(worker: agent_pb2.AgentWorker) -> WorkerHandle:
-    return WorkerHandle(
-        worker_id=worker.worker_id,
-        kind=cast(WorkerKind, worker.kind),
-        session_id=worker.session_id,
-        run_id=worker.run_id,
-        model_name=worker.model_name,
-        model_path=worker.model_path,
-        max_lora_rank=worker.max_lora_rank,
-        address=worker.address,
-        metrics_port=worker.metrics_port,
-        secret=worker.secret,
-        replica=worker.replica,
-        authority=worker.authority,
-    )
+def _as(kind: type[Data], message: Message) -> Data:
+    """Return a message as the dataclass with its fields."""
+    return kind(**{each.name: getattr(message, each.name) for each in fields(kind)})

@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
-from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
+from tandem.protocol.worker import WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
 
 class Launcher(Protocol):
@@ -33,17 +33,10 @@ class Launcher(Protocol):
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
-        """Start a worker and return when it has reported its address.
+        """Start a worker and return when it has an address.
 
-        Raises `WorkerStartFailed` with the worker's reason or last log lines, when it is gone.
-        Raises `WorkerMayRun`."""
-        ...
-
-    async def wait_ready(self, worker_id: str) -> None:
-        """Return when the worker's gRPC health service reports SERVING.
-
-        Raises `WorkerStartFailed` when the worker ended or its start timeout (from `start`) is
-        over, and it is gone. Raises `WorkerMayRun`."""
+        Raises `WorkerStartFailed` with the worker's reason or last log lines, or `WorkerMayRun`.
+        After either, the caller stops the worker."""
         ...
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
@@ -74,16 +67,12 @@ class Launcher(Protocol):
         unreachable."""
         ...
 
-    def describe(self, worker_id: str) -> WorkerDetails:
-        """Return the worker's details, empty for an unknown one."""
-        ...
-
     def explain(self, worker_id: str) -> str:
         """Return the reason for the wait for a worker's start or end, or ""."""
         ...
 
     def watch(self) -> AsyncIterator[WorkerExit]:
-        """Yield exits that were not requested or raised by `start` or `wait_ready`.
+        """Yield exits of workers with an address that were not requested.
 
         Each exit goes to all iterators, when the worker is gone. Recent exits may come first.
         Iterators end when the launcher closes."""

@@ -18,7 +18,7 @@ from gateway.sampling.sessions import base_version
 from gateway.storage.tables import models, runs, sampling_sessions
 from tandem.cli.main import app
 from tandem.errors import InternalError, SessionFinished, StorageFull
-from tandem.protocol.worker import TrainingSpec, WorkerExit
+from tandem.protocol.worker import TrainingSpec, WorkerExit, WorkerHandle, WorkerSpec
 from tests.support.files import entries
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
@@ -251,11 +251,13 @@ class DiesWhenReady(FakeLauncher):
         self.died = False
         self.heard = asyncio.Event()
 
-    async def wait_ready(self, worker_id: str) -> None:
-        if worker_id.startswith("sampler") and not self.died:
+    async def start(self, spec: WorkerSpec) -> WorkerHandle:
+        handle = await super().start(spec)
+        if spec.kind == "sampler" and not self.died:
             self.died = True
-            await self.kill(worker_id, "it was killed by SIGKILL")
+            await self.kill(spec.worker_id, "it was killed by SIGSEGV", crashed=True)
             await self.heard.wait()
+        return handle
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
         async for exit_ in super().watch():

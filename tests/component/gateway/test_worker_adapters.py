@@ -225,6 +225,31 @@ async def test_a_worker_that_crashes_while_it_starts_is_started_once_more(gatewa
         await gateway.worker_in_use("b")
 
 
+async def test_a_worker_that_never_serves_is_killed_and_its_health_told(gateway, launcher):
+    launcher.health.serving.clear()
+    await gateway.place("a", start_timeout=0.5)
+    said = r"not become ready \(its health was NOT_SERVING; it had 0.5 s to start\); its log is log"
+    with pytest.raises(WorkerStartFailed, match=said):
+        await gateway.worker_in_use("a")
+    await until(lambda: launcher.stopped)
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+async def test_a_worker_that_ends_while_it_loads_fails_its_start(gateway, launcher, crashed):
+    launcher.health.serving.clear()
+    await gateway.place("a")
+    using = asyncio.create_task(gateway.worker_in_use("a"))
+    (process,) = await until(lambda: launcher.serving)
+    launcher.health.serving.set() if crashed else None
+    await launcher.kill(process, "it was killed by SIGSEGV", crashed=crashed)
+    if crashed:  # once
+        await using
+        assert len(launcher.specs) == 2
+    else:
+        with pytest.raises(WorkerStartFailed, match="trainer did not start: it was killed by"):
+            await using
+
+
 async def test_owners_hear_of_ends_and_the_next_use_starts_another_process(gateway, launcher):
     told = []
     await gateway.place("a")

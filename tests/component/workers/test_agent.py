@@ -26,7 +26,7 @@ from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import agent_pb2
-from tests.support.waiting import until, wait_until
+from tests.support.waiting import until, until_serving, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 KILLED = "the trainer was killed by SIGKILL, as the kernel does when memory runs out"
@@ -98,14 +98,12 @@ async def test_a_worker_outlives_its_gateway_and_the_next_one_has_all_that_it_ne
     async with agent_of(tmp_path):
         async with gateway_of(tmp_path) as first:
             handle = await first.start(spec())
-            details = first.describe(handle.worker_id)
         async with gateway_of(tmp_path) as second:
             assert await second.list() == [handle]
             assert (handle.session_id, handle.run_id) == ("s-1", "s-1:train:0")
-            assert second.describe(handle.worker_id) == details
-            await second.wait_ready(handle.worker_id)
+            await until_serving(handle)
             watch = second.watch()
-            os.kill(details.pid, signal.SIGKILL)
+            os.kill(handle.pid, signal.SIGKILL)
             exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == handle.worker_id
         assert exit_.reason == KILLED
@@ -115,14 +113,11 @@ async def test_a_gateway_that_was_away_is_told_of_the_exits_meanwhile(tmp_path):
     async with agent_of(tmp_path):
         async with gateway_of(tmp_path) as first:
             handle = await first.start(spec())
-            pid = first.describe(handle.worker_id).pid
-        os.kill(pid, signal.SIGKILL)
+        os.kill(handle.pid, signal.SIGKILL)
         async with gateway_of(tmp_path) as second:
             exit_ = await asyncio.wait_for(anext(second.watch()), 60)
             assert exit_.reason == KILLED
             assert await second.list() == []
-            with pytest.raises(WorkerStartFailed, match="did not start: the trainer was killed"):
-                await second.wait_ready(handle.worker_id)
 
 
 async def test_an_agent_forgets_the_gateways_that_watched_it(tmp_path):
@@ -172,7 +167,7 @@ async def test_a_gateway_learns_that_its_workers_ended_with_the_agent_and_uses_t
         async with agent_of(tmp_path):
             handle = await launcher.start(spec())
             watch = launcher.watch()
-            await launcher.wait_ready(handle.worker_id)
+            await until_serving(handle)
             await until(lambda: launcher.reports)
         exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == handle.worker_id
@@ -180,7 +175,7 @@ async def test_a_gateway_learns_that_its_workers_ended_with_the_agent_and_uses_t
         async with agent_of(tmp_path):
             again = await launcher.start(spec())
             assert await launcher.list() == [again]
-            os.kill(launcher.describe(again.worker_id).pid, signal.SIGKILL)
+            os.kill(again.pid, signal.SIGKILL)
             assert (await asyncio.wait_for(anext(watch), 60)).reason == KILLED
             await launcher.stop(again.worker_id)
 
@@ -200,14 +195,14 @@ async def test_an_end_that_comes_before_the_watch_is_told_once_and_with_its_reas
     agent = ProcessLauncher(data_dir=tmp_path, command=lambda _: [sys.executable, DUMMY, "serve"])
     async with serving(agent, data_dir=tmp_path), gateway_of(tmp_path) as launcher:
         first, second = spec(), spec().model_copy(update={"worker_id": "trainer-s-0123456789ab-1"})
-        for each in (first, second):
-            await launcher.wait_ready((await launcher.start(each)).worker_id)
-        os.kill(launcher.describe(first.worker_id).pid, signal.SIGKILL)
+        first, second = [await launcher.start(each) for each in (first, second)]
+        await asyncio.gather(until_serving(first), until_serving(second))
+        os.kill(first.pid, signal.SIGKILL)
         await until(lambda: agent.ids() == (second.worker_id,))
         watch = launcher.watch()
         exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == first.worker_id and exit_.reason == KILLED
-        os.kill(launcher.describe(second.worker_id).pid, signal.SIGKILL)
+        os.kill(second.pid, signal.SIGKILL)
         exit_ = await asyncio.wait_for(anext(watch), 60)
         assert exit_.worker_id == second.worker_id and exit_.reason == KILLED
 
@@ -273,7 +268,7 @@ async def test_an_agent_notes_its_workers_while_they_run_and_leaves_other_proces
         async with agent_of(tmp_path), gateway_of(tmp_path) as launcher:
             assert group_members(other.pid), "it was started later, and has the number by chance"
             handle = await launcher.start(spec())
-            assert str(launcher.describe(handle.worker_id).pid) in file.read_text().split()
+            assert str(handle.pid) in file.read_text().split()
             await launcher.stop(handle.worker_id)
             await until(lambda: not file.read_text().strip(), what="it is noted no more")
 

@@ -25,6 +25,7 @@ from tandem.protocol.certificate import AGENT_NAME
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tests.support.ports import known_port
+from tests.support.waiting import until_serving
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 EPOCH = Epoch(number=1, superseded=lambda: None)
@@ -80,7 +81,7 @@ async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(age
     launchers = make_launchers(agents, EPOCH)
     handles = [await launchers[kind].start(spec(kind)) for kind in KINDS]
     for handle in handles:
-        await launchers[handle.kind].wait_ready(handle.worker_id)
+        await until_serving(handle)
         assert handle.address.startswith("localhost:")
         log = tmp_path / "gateway" / "logs" / f"{handle.worker_id}.log"
         assert log.exists() and handle.secret not in log.read_text()
@@ -97,7 +98,7 @@ async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(age
         assert launcher.name == f"agent at {agents.agents[handle.kind]}"
         assert await launcher.list() == [handle]
         exits = launcher.watch()
-        os.kill(launcher.describe(handle.worker_id).pid, signal.SIGKILL)
+        os.kill(handle.pid, signal.SIGKILL)
         exit_ = await asyncio.wait_for(anext(exits), 60)
         assert exit_.worker_id == handle.worker_id
         assert await launcher.list() == []
@@ -131,7 +132,7 @@ async def test_the_next_gateway_calls_what_the_one_before_has_left(agents):
     await first.close()
     second = make_launchers(agents, EPOCH)["sampler"]
     assert await second.list() == [handle]
-    await second.wait_ready(handle.worker_id)
+    await until_serving(handle)
     await second.stop(handle.worker_id)
     assert await second.list() == []
     await second.close()

@@ -88,7 +88,7 @@ async def test_an_earlier_gateway_is_refused_by_the_trainer_that_a_later_one_has
     with pytest.raises(GatewaySuperseded, match=r"this one \(epoch 1\)"):
         await first.launcher.list()
     assert first.superseded == [1, 1]
-    adopted = await second.processes.take_up(spec.worker_id, key=RUN, lease=0)
+    adopted = await second.processes.take_up(spec.worker_id, key=RUN, lease=0, timeout=60)
     trainer = TrainerClient(adopted, run_id=RUN, timeout=60, window=4, calls=CallOrder())
     assert await trainer.describe() == about
     assert second.superseded == []

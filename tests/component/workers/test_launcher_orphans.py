@@ -31,7 +31,7 @@ async def main():
             worker_id=name, kind="sampler", secret="s", model_name="m", model_path="p",
             session_id="s-1",
         ))
-        pids.append(launcher.describe(handle.worker_id).pid)
+        pids.append(handle.pid)
     print("started", *pids, flush=True)
     await asyncio.sleep(600)
 

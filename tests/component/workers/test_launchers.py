@@ -19,11 +19,12 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import default_command
 from tandem.agent.service import serving
-from tandem.agent.worker_process import WorkerProcess, group_members, wait_until_serving
+from tandem.agent.worker_process import WorkerProcess, group_members
 from tandem.errors import InvalidRequest, WorkerCrashed, WorkerStartFailed
-from tandem.protocol.worker import WorkerDetails, WorkerExit, WorkerSpec
+from tandem.protocol.worker import WorkerExit, WorkerSpec
+from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.gateway import GatewaySettings
-from tests.support.waiting import until
+from tests.support.waiting import until, until_serving
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 KILLED = "the trainer was killed by SIGKILL, as the kernel does when memory runs out"
@@ -84,6 +85,10 @@ def descriptors(pid: str) -> dict[str, str]:
     }
 
 
+def text_of(path: str) -> str:
+    return Path(path).read_text()
+
+
 async def next_end(watch) -> WorkerExit:
     return await asyncio.wait_for(anext(watch), 60)
 
@@ -91,14 +96,14 @@ async def next_end(watch) -> WorkerExit:
 async def test_a_started_worker_has_reported_its_address_and_becomes_ready(make, tmp_path):
     launcher = await make("serve")
     handle = await launcher.start(spec())
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     assert await launcher.list() == [handle]
     assert handle.kind == "trainer"
     assert handle.metrics_port > 0
-    assert launcher.describe(handle.worker_id).log_path == tmp_path / "logs" / "trainer-s-1-0.log"
+    assert Path(handle.log_path) == tmp_path / "logs" / "trainer-s-1-0.log"
     assert SECRET not in repr(handle)
     assert os.getpgid(pid) == pid == os.getsid(pid)
-    await launcher.wait_ready(handle.worker_id)
+    await until_serving(handle)
 
 
 def niceness_of(pid: int) -> set[int]:
@@ -119,13 +124,12 @@ async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
     launcher = await make("family")
     watch = launcher.watch()
     handle = await launcher.start(spec())
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     assert len(group_members(pid)) == 2
     await launcher.stop(handle.worker_id)
     assert group_members(pid) == []
     assert await launcher.list() == []
     await launcher.stop(handle.worker_id)
-    assert launcher.describe(handle.worker_id) == WorkerDetails()
     await launcher.stop("never-heard-of")
     await launcher.close()
     assert [end async for end in watch] == []
@@ -134,9 +138,8 @@ async def test_stopping_leaves_no_process_and_tells_no_watcher(make):
 async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
     launcher = await make("polite")
     handle = await launcher.start(spec())
-    log_path = launcher.describe(handle.worker_id).log_path
     await launcher.stop(handle.worker_id)
-    about, said = log_path.read_text().splitlines()
+    about, said = text_of(handle.log_path).splitlines()
     assert json.loads(about)["run_id"] == "s-1:train:0"
     assert SECRET not in about
     assert said == "goodbye"
@@ -145,7 +148,7 @@ async def test_a_worker_may_end_in_its_own_way_when_asked_to_stop(make):
 async def test_a_worker_that_does_not_listen_is_killed(make):
     launcher = await make("deaf")
     handle = await launcher.start(spec(stop=0.2))
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     await launcher.stop(handle.worker_id)
     assert group_members(pid) == []
 
@@ -153,7 +156,7 @@ async def test_a_worker_that_does_not_listen_is_killed(make):
 async def test_a_worker_that_is_frozen_can_be_killed_without_being_asked(make):
     launcher = await make("family")
     handle = await launcher.start(spec(stop=10_000))
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     os.killpg(pid, signal.SIGSTOP)
     await asyncio.wait_for(launcher.stop(handle.worker_id, at_once=True), 60)
     assert group_members(pid) == []
@@ -163,7 +166,7 @@ async def test_an_unexpected_end_is_told_to_every_watcher_and_takes_the_children
     launcher = await make("family")
     watches = [launcher.watch(), launcher.watch()]
     handle = await launcher.start(spec())
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     os.kill(pid, signal.SIGKILL)
     for watch in watches:
         assert await next_end(watch) == WorkerExit(worker_id=handle.worker_id, reason=KILLED)
@@ -175,7 +178,7 @@ async def test_the_same_worker_id_can_be_started_again_after_its_end(make):
     launcher = await make("polite")
     watch = launcher.watch()
     first = await launcher.start(spec())
-    pid = launcher.describe(first.worker_id).pid
+    pid = first.pid
     with pytest.raises(WorkerStartFailed, match="runs already"):
         await launcher.start(spec())
     os.kill(pid, signal.SIGKILL)
@@ -189,7 +192,7 @@ async def test_what_a_worker_says_last_is_the_reason_of_its_end(make, behaviour)
     launcher = await make(behaviour)
     watch = launcher.watch()
     handle = await launcher.start(spec(stop=0.2))
-    pid = launcher.describe(handle.worker_id).pid
+    pid = handle.pid
     os.kill(pid, signal.SIGUSR1)
     assert (await next_end(watch)).reason == "rank 1 was killed by SIGKILL"
     assert group_members(pid) == []
@@ -232,34 +235,12 @@ async def test_a_worker_that_never_reports_is_killed_and_its_log_named(make, tmp
     assert await launcher.list() == []
 
 
-async def test_a_worker_that_never_gets_ready_is_killed_and_the_reason_told(make):
+async def test_a_fault_in_native_code_of_a_loading_worker_is_told_as_one(make):
     launcher = await make("never-ready")
     watch = launcher.watch()
     handle = await launcher.start(spec())
-    pid = launcher.describe(handle.worker_id).pid
-    loop = asyncio.get_running_loop()
-    processes_of(launcher)[handle.worker_id].deadline = loop.time() + 2  # the rest of its time
-    with pytest.raises(WorkerStartFailed, match=r"not become ready \(its health was NOT_SERVING;"):
-        await launcher.wait_ready(handle.worker_id)
-    assert group_members(pid) == []
-    await launcher.close()
-    assert [end async for end in watch] == []
-
-
-async def test_waiting_for_readiness_ends_when_the_worker_ends(make):
-    launcher = await make("never-ready")
-    watch = launcher.watch()
-    handle = await launcher.start(spec())
-    pid = launcher.describe(handle.worker_id).pid
-    waiting = asyncio.create_task(launcher.wait_ready(handle.worker_id))
-    await until(lambda: processes_of(launcher)[handle.worker_id].awaited)
-    os.kill(pid, signal.SIGKILL)
-    with pytest.raises(WorkerStartFailed, match="the trainer was killed by SIGKILL"):
-        await asyncio.wait_for(waiting, 60)
-    with pytest.raises(WorkerStartFailed, match="does not run"):
-        await launcher.wait_ready(handle.worker_id)
-    await launcher.close()
-    assert [end async for end in watch] == []  # told once
+    os.kill(handle.pid, signal.SIGSEGV)
+    assert (await next_end(watch)).crashed
 
 
 async def test_a_wrong_secret_is_refused_at_once(make):
@@ -330,8 +311,7 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
     monkeypatch.setenv("TANDEM_BACKEND_ELSE", "1")
     launcher = await make("environment")
     handle = await launcher.start(spec())
-    log_path = launcher.describe(handle.worker_id).log_path
-    text = log_path.read_text()
+    text = text_of(handle.log_path)
     assert "'TANDEM_BACKEND_ELSE'" in text
     assert "'SOMETHING_ELSE'" not in text
     assert "TANDEM_API_KEY" not in text
@@ -346,7 +326,7 @@ async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
     pipes = []
     for i in range(3):
         handle = await launcher.start(spec(f"w{i}"))
-        pid = launcher.describe(handle.worker_id).pid
+        pid = handle.pid
         links = descriptors(str(pid)).values()
         pipes.append({link for link in links if link.startswith("pipe:")})
     assert [len(each) for each in pipes] == [2, 2, 2]  # one lifeline and one report

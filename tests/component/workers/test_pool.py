@@ -22,7 +22,7 @@ from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import WorkerKind, WorkerSpec
 from tandem.settings.workers import PoolSettings, TrainerSettings
-from tests.support.waiting import PATIENCE, until, wait_until
+from tests.support.waiting import PATIENCE, until, until_serving, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 SECRET = "the-secret-of-this-worker"
@@ -78,8 +78,7 @@ async def idle_one(launcher: ProcessLauncher) -> int:
 
 
 async def pid_of_started(launcher: ProcessLauncher, worker: WorkerSpec) -> int:
-    handle = await launcher.start(worker)
-    return launcher.describe(handle.worker_id).pid
+    return (await launcher.start(worker)).pid
 
 
 def arguments_and_environment(pid: int) -> bytes:
@@ -97,7 +96,6 @@ async def test_an_idle_process_becomes_the_worker_and_is_replaced_when_that_is_r
         assert await pid_of_started(launcher, spec()) == first
         assert launcher.idle.pids("trainer") == []
         assert not launcher._quiet()  # it starts, and needs the processors
-        await launcher.wait_ready("trainer-s-1-0")
         assert await idle_one(launcher) != first
 
 
@@ -152,8 +150,7 @@ async def test_of_two_starts_at_once_one_gets_the_idle_process_and_one_its_own(t
         pids = await asyncio.gather(*(pid_of_started(launcher, spec(name)) for name in "ab"))
         assert idle in pids
         assert len(set(pids)) == 2
-        for name in "ab":
-            await launcher.wait_ready(name)
+        await asyncio.gather(*map(until_serving, await launcher.list()))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -166,7 +163,7 @@ async def test_a_start_that_meets_a_dead_or_frozen_process_gets_one_of_its_own(
         os.kill(idle, number)
         assert await pid_of_started(launcher, spec()) != idle
         assert group_members(idle) == []
-        await launcher.wait_ready("trainer-s-1-0")
+        await until_serving(*await launcher.list())
 
 
 async def test_a_start_that_is_cancelled_while_it_hands_over_leaves_nothing(tmp_path):

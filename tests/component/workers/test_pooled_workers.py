@@ -21,7 +21,7 @@ from tests.support.processes import cores_of
 from tests.support.sampler_worker import PROMPT, SamplerClient, assert_computed_by
 from tests.support.tiny_model import write_tiny_model
 from tests.support.trainer_worker import TrainerClient, datum, logprobs_of, request
-from tests.support.waiting import PATIENCE, until
+from tests.support.waiting import PATIENCE, until, until_serving
 from tests.support.worker_process import RUN, SECRET, SESSION, Started
 
 
@@ -81,9 +81,8 @@ async def launching(data_dir: Path, kind: WorkerKind):
     async def start(worker: WorkerSpec) -> Running:
         idle = launcher.idle.pids(kind)
         handle = await launcher.start(worker)
-        await launcher.wait_ready(handle.worker_id)
-        details = launcher.describe(handle.worker_id)
-        return Running(handle, details.pid, text_of(details.log_path), details.pid in idle)
+        await until_serving(handle)
+        return Running(handle, handle.pid, text_of(handle.log_path), handle.pid in idle)
 
     try:
         await until(lambda: launcher.idle.pids(kind), what="one is idle")
@@ -92,8 +91,8 @@ async def launching(data_dir: Path, kind: WorkerKind):
         await launcher.close()
 
 
-def text_of(path: Path) -> str:
-    return path.read_text()
+def text_of(path: str) -> str:
+    return Path(path).read_text()
 
 
 def niceness(pid: int) -> set[int]:

@@ -20,7 +20,7 @@ from tandem.protocol.channels import worker_channel
 from tandem.protocol.worker import MOST_REQUEST_BYTES, SECRET_METADATA_KEY, WorkerHandle, WorkerSpec
 from tandem.protocol.worker_server import server_options
 from tandem.v1 import trainer_pb2
-from tests.support.waiting import until
+from tests.support.waiting import until, until_serving
 
 DUMMY = Path(tests.support.dummy_worker.__file__)
 MIB = 2**20
@@ -50,8 +50,8 @@ async def worker(folder: Path) -> AsyncIterator[tuple[WorkerHandle, psutil.Proce
     )  # fmt: skip
     try:
         handle = await launcher.start(spec)
-        await launcher.wait_ready("w")
-        yield handle, psutil.Process(launcher.describe("w").pid)
+        await until_serving(handle)
+        yield handle, psutil.Process(handle.pid)
     finally:
         await launcher.close()
 

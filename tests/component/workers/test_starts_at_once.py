@@ -12,6 +12,7 @@ import pytest
 
 from tandem.agent.launcher import ProcessLauncher
 from tandem.protocol.worker import WorkerSpec
+from tests.support.waiting import until_serving
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 MANY = 20
@@ -37,7 +38,7 @@ async def test_twenty_workers_that_start_at_once_all_get_their_ports(tmp_path, r
     )
     try:
         handles = await asyncio.gather(*(launcher.start(spec(number)) for number in range(MANY)))
-        await asyncio.gather(*(launcher.wait_ready(each.worker_id) for each in handles))
+        await asyncio.gather(*(until_serving(each) for each in handles))
         ports = [int(each.address.rpartition(":")[2]) for each in handles]
         ports += [each.metrics_port for each in handles]
         assert len(set(ports)) == 2 * MANY

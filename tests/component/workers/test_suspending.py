@@ -192,7 +192,7 @@ async def started(agent: AgentLauncher, machine: Machine) -> tuple[str, int]:
         lease=1,
     )
     handle = await agent.start(spec)
-    pid = agent.describe(handle.worker_id).pid
+    pid = handle.pid
     machine.add(pid)
     return handle.worker_id, pid
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 
 import grpc
 import grpc.aio
@@ -18,7 +17,6 @@ from tandem.protocol.worker import (
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
     VERSION_METADATA_KEY,
-    WorkerDetails,
     WorkerExit,
     WorkerHandle,
     WorkerSpec,
@@ -36,17 +34,25 @@ def of_version(version: str, *, protocol: int = PROTOCOL) -> tuple[tuple[str, st
 
 
 class FakeHealth(health_pb2_grpc.HealthServicer):
-    """Answers while `answering` is set. `about` is its metadata."""
+    """Answers while `answering` is set. Workers serve from when `serving` is set. `about` is its
+    metadata."""
 
     def __init__(self) -> None:
         self.answering = asyncio.Event()
         self.answering.set()
+        self.serving = asyncio.Event()
+        self.serving.set()
         self.about = of_version(own_version())
 
     async def Check(self, request, context):
         await self.answering.wait()
         context.set_trailing_metadata(self.about)
         return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    async def Watch(self, request, context):
+        yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self.serving.wait()
+        yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
 
 class FakeLauncher:
@@ -109,18 +115,15 @@ class FakeLauncher:
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         self._servers[spec.worker_id] = server
-        return WorkerHandle.of(spec, address=f"127.0.0.1:{port}")
-
-    async def wait_ready(self, worker_id: str) -> None:
-        return None
+        return WorkerHandle.of(spec, address=f"127.0.0.1:{port}", pid=1, log_path="log")
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self.stopped.append(worker_id)
         await self._end(worker_id)
 
-    async def kill(self, worker_id: str, reason: str) -> None:
+    async def kill(self, worker_id: str, reason: str, *, crashed: bool = False) -> None:
         await self._end(worker_id)
-        self._exits.put_nowait(WorkerExit(worker_id=worker_id, reason=reason))
+        self._exits.put_nowait(WorkerExit(worker_id=worker_id, reason=reason, crashed=crashed))
 
     async def _end(self, worker_id: str) -> None:
         server = self._servers.pop(worker_id, None)
@@ -147,9 +150,6 @@ class FakeLauncher:
 
     def explain(self, worker_id: str) -> str:
         return self.waits_for
-
-    def describe(self, worker_id: str) -> WorkerDetails:
-        return WorkerDetails(pid=1, log_path=Path("log"))
 
     async def watch(self) -> AsyncIterator[WorkerExit]:
         while True:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import grpc
 import grpc.aio
+from grpc_health.v1 import health_pb2
 
-from gateway.workers.launchers.base import WorkerDetails, WorkerExit, WorkerHandle
+from gateway.workers.launchers.base import WorkerExit, WorkerHandle
 from gateway.workers.needs import with_needs
 from tandem.agent.host import Host
-from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import SECRET_METADATA_KEY, WorkerSpec
 from tandem.v1 import trainer_pb2
 from tests.support.gateway.model_workers import (
@@ -71,13 +71,6 @@ class ModelLauncher:
         self._host.workers[spec.worker_id] = worker
         return worker.handle
 
-    async def wait_ready(self, worker_id: str) -> None:
-        await self._misfortune.delay(3.0)
-        if (worker := self._host.workers.get(worker_id)) is not None:
-            await worker.serving.wait()
-        if worker_id not in self._host.workers:
-            raise WorkerStartFailed("it was killed while it started")
-
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         if (worker := self._host.workers.pop(worker_id, None)) is not None:
             worker.die()
@@ -88,9 +81,6 @@ class ModelLauncher:
 
     async def describe_host(self) -> Host:
         return Host("host", cores=tuple(range(5)), memory_bytes=48 * 2**30)
-
-    def describe(self, worker_id: str) -> WorkerDetails:
-        return WorkerDetails()
 
     def explain(self, worker_id: str) -> str:
         return ""
@@ -135,8 +125,24 @@ class ModelChannel:
         if not self._closed.done():
             self._closed.set_result(None)
 
-    def unary_stream(self, *_args, **_more) -> None:
-        """Do nothing: no sample is streamed."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    def unary_stream(self, method: str, *_args, **_more) -> Callable[..., AsyncIterator[Any]]:
+        """Only health is streamed here, and no sample."""
+        assert method.endswith(("Health/Watch", "SampleStream")), method
+
+        async def watch(_request, **_about):
+            if self._worker is None:
+                raise broken()
+            await self._misfortune.delay(3.0)
+            await self._worker.serving.wait()
+            yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+        return watch
 
     def unary_unary(self, method: str, *_args, **_more) -> Callable[..., ModelCall]:
         name = method.rpartition("/")[2]

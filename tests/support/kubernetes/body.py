@@ -166,7 +166,6 @@ async def the_next_gateway_adopts_what_runs_and_removes_what_began(stage: Stage)
     assert await second.open() == [handle]
     await second.launcher.stop("trainer-s-2-0", at_once=True)
     assert (await stage.left())["pods"] == ["trainer-s-1-0"]
-    await second.launcher.wait_ready("trainer-s-1-0")
     await second.launcher.stop("trainer-s-1-0")
     await nothing_left(stage)
     assert second.exits == []

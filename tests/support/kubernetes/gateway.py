@@ -11,7 +11,7 @@ from kubernetes.aio.client import ApiClient
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
-from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher, ServingCheck
+from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher
 from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
     EPOCH,
@@ -178,7 +178,6 @@ class Gateway:
         connect: Callable[[], Awaitable[ApiClient]],
         *,
         namespace: str,
-        serving: ServingCheck,
         epoch: int = 1,
         claims: bool = True,
         nodes: int = 1,
@@ -203,7 +202,6 @@ class Gateway:
             settings=chosen,
             stop_timeout=5.0,
             epoch=Epoch(number=epoch, superseded=self._note_superseded),
-            serving=serving,
             resync=resync,
             pull_timeout=pull_timeout,
         )
@@ -229,10 +227,8 @@ class Gateway:
         self.superseded = True
 
     async def run(self, worker_id: str, **about) -> WorkerHandle:
-        """Start a worker, and wait until it serves."""
-        handle = await self.launcher.start(spec(worker_id, **about))
-        await self.launcher.wait_ready(worker_id)
-        return handle
+        """Start a worker, and wait until its containers run."""
+        return await self.launcher.start(spec(worker_id, **about))
 
     async def die(self) -> None:
         """Kill the process. Its planned actions are lost."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import asynccontextmanager
 
 from kubernetes.aio.client import ApiClient, Configuration
 
-from tandem.protocol.worker import WorkerHandle
 from tests.support.kubernetes import gateway
 from tests.support.kubernetes.cluster import FakeCluster, Image
 from tests.support.kubernetes.gateway import spec, until
@@ -18,29 +16,18 @@ __all__ = ["FakeStage", "Gateway", "on_cluster", "running_cluster", "spec", "unt
 
 
 class Gateway(gateway.Gateway):
-    """Workers in `not_serving` never serve.
-
-    The last request of a dead gateway may still reach the server (`session`)."""
+    """The last request of a dead gateway may still reach the server (`session`)."""
 
     def __init__(self, cluster: FakeCluster, **about: float) -> None:
         self.cluster = cluster
         self.session = Session(cluster)
-        self.not_serving: set[str] = set()
 
         async def connect() -> ApiClient:
             client = ApiClient(Configuration(host="http://cluster"))
             client.rest_client.pool_manager = self.session
             return client
 
-        super().__init__(connect, namespace=cluster.namespace, serving=self._serving, **about)
-
-    async def _serving(self, handle: WorkerHandle, *, timeout: float) -> str:
-        pod = self.cluster.get("pods", handle.worker_id)
-        if pod is None or handle.worker_id in self.not_serving:
-            await asyncio.sleep(timeout)
-            return "its health was NOT_SERVING"
-        await asyncio.sleep(1)
-        return ""
+        super().__init__(connect, namespace=cluster.namespace, **about)
 
     async def die(self) -> None:
         self.session.severed.set()

@@ -14,6 +14,7 @@ import pytest
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.agent import AgentLauncher
 from tandem.errors import WorkerMayRun
+from tandem.protocol.worker import WorkerHandle
 from tandem.v1 import agent_pb2
 from tests.support.kubernetes.gateway import spec
 from tests.support.virtual_time import run_in_virtual_time
@@ -53,7 +54,7 @@ def launcher_of(agents: Agents, folder, *workers: str) -> AgentLauncher:
     launcher = AgentLauncher(data_dir=folder, timeout=60, epoch=epoch)
     vars(launcher)["_stub"], vars(launcher)["_connect"] = agents, AsyncMock()
     for worker_id in workers:
-        launcher._workers[worker_id] = agent_pb2.AgentWorker(worker_id=worker_id, kind="trainer")
+        launcher._workers[worker_id] = WorkerHandle.of(spec(worker_id), address="")
     return launcher
 
 
@@ -125,6 +126,6 @@ def test_nothing_is_kept_of_a_worker_that_did_not_come_to_serve(tmp_path, ends):
         with contextlib.suppress(WorkerMayRun):
             await launcher.start(worker)
         await launcher.stop("trainer-a")
-        assert not launcher._workers and not launcher._start_timeouts
+        assert not launcher._workers
 
     run_in_virtual_time(scenario())

@@ -62,7 +62,6 @@ async def killed_at(cut: int, *, carried_out: bool) -> int:
         assert len(found) == (len(running) == NODES), (cut, carried_out)
         if found:
             assert found[0].secret == f"secret of {NAME}"
-            await second.launcher.wait_ready(NAME)
         else:  # as for the row of a process that is not listed
             await second.launcher.stop(NAME, at_once=True)
         assert cluster.owned().get("pods", []) == (running if found else [])
@@ -80,7 +79,6 @@ async def test_the_next_gateway_adopts_a_worker_and_hears_of_its_end(cluster):
     await first.close()
     pod = cluster.pod("trainer-s-1-0")["metadata"]["uid"]
     assert await second.open() == [handle]
-    await second.launcher.wait_ready("trainer-s-1-0")
     await asyncio.sleep(100)
     assert cluster.pod("trainer-s-1-0")["metadata"]["uid"] == pod
     cluster.exit("trainer-s-1-0", code=3)

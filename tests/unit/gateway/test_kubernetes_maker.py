@@ -56,7 +56,6 @@ def launcher_of(chosen: GatewaySettings, cluster):
     launcher = make_launchers(chosen, Epoch(number=1, superseded=lambda: None))["trainer"]
     fake = Gateway(cluster, claims=False)
     launcher._api._connect = fake.launcher._api._connect
-    launcher._serving = fake._serving
     return launcher
 
 
@@ -69,7 +68,6 @@ def test_pods_of_the_settings_are_accepted_run_and_leave_nothing(tmp_path):
         assert await launcher.list() == []
         about = {"host_memory": 2**30, "group": "train-1"}
         handle = await launcher.start(spec("trainer-s-1-0").model_copy(update=about))
-        await launcher.wait_ready("trainer-s-1-0")
         assert handle.address == "10.0.0.1:7300" and handle.metrics_port == 7301
         assert handle.authority == Authority.read(tmp_path / "tls").pem
         assert cluster.owned()["resourceclaims"] == ["tandem-train-1"]

@@ -8,7 +8,7 @@ import grpc
 from grpc.aio import AioRpcError, Metadata
 from grpc_health.v1 import health_pb2
 
-from tandem.agent import worker_process
+from tandem.protocol import worker_health
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tests.support.virtual_time import run_in_virtual_time
 
@@ -47,9 +47,9 @@ def wait(monkeypatch, worker: LoadingWorker, *, timeout: float) -> str:
         yield None
 
     stub = SimpleNamespace(Watch=worker.watch)
-    monkeypatch.setattr(worker_process, "worker_channel", channel)
-    monkeypatch.setattr(worker_process.health_pb2_grpc, "HealthStub", lambda _channel: stub)
-    return run_in_virtual_time(worker_process.wait_until_serving(HANDLE, timeout=timeout))
+    monkeypatch.setattr(worker_health, "worker_channel", channel)
+    monkeypatch.setattr(worker_health.health_pb2_grpc, "HealthStub", lambda _channel: stub)
+    return run_in_virtual_time(worker_health.wait_until_serving(HANDLE, timeout=timeout))
 
 
 def test_a_worker_that_loads_for_long_is_called_each_minute_as_its_lifeline_needs(monkeypatch):

@@ -6,10 +6,9 @@ from __future__ import annotations
 import asyncio
 import base64
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
@@ -29,24 +28,22 @@ from gateway.workers.launchers.kubernetes.worker import Deadlines, PodWorker
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
-from tandem.agent.worker_process import wait_until_serving
-from tandem.errors import InvalidRequest, SuspendFailed, WorkerMayRun, WorkerStartFailed, describe
+from tandem.errors import (
+    InvalidRequest,
+    SuspendFailed,
+    WorkerCrashed,
+    WorkerMayRun,
+    WorkerStartFailed,
+    describe,
+)
 from tandem.protocol.authority import Authority
 from tandem.protocol.exit_watchers import ExitWatchers
-from tandem.protocol.worker import (
-    WORKER_STOP_TIMEOUT,
-    WorkerDetails,
-    WorkerExit,
-    WorkerHandle,
-    WorkerSpec,
-)
+from tandem.protocol.worker import WORKER_STOP_TIMEOUT, WorkerExit, WorkerHandle, WorkerSpec
 from tandem.settings.cluster import KubernetesSettings
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
 _FIRST_LIST = 60.0
-_BEYOND_STOP = 30.0
-"""Seconds, beyond the worker's own, for a node to end a pod and report it."""
 _API_TIMEOUT = 30.0
 """Seconds before a request to the API server is repeated."""
 _PATIENCE = 2
@@ -54,19 +51,12 @@ _PATIENCE = 2
 _REMEMBERED = 256
 
 
-class ServingCheck(Protocol):
-    """Returns "" when a worker's health is SERVING, else its last answer after `timeout`
-    seconds."""
-
-    def __call__(self, handle: WorkerHandle, *, timeout: float) -> Coroutine[Any, Any, str]: ...
-
-
 class KubernetesLauncher:
     """Implements `Launcher`.
 
-    `serving` checks a worker's health. The other arguments are in seconds: workers end within
-    `stop_timeout` and get their image within `pull_timeout`. A pending pod's events are read every
-    `poll` seconds, and all objects every `resync` seconds, in case a watch missed a change."""
+    Times are in seconds. Workers end within `stop_timeout` and get their image within
+    `pull_timeout`. A pending pod's events are read every `poll` seconds, and all objects every
+    `resync` seconds, in case a watch missed a change."""
 
     def __init__(
         self,
@@ -76,7 +66,6 @@ class KubernetesLauncher:
         settings: KubernetesSettings,
         stop_timeout: float,
         epoch: Epoch,
-        serving: ServingCheck = wait_until_serving,
         pull_timeout: float = 1800.0,
         poll: float = 5.0,
         resync: float = 60.0,
@@ -85,7 +74,6 @@ class KubernetesLauncher:
         self._maker = maker
         self._stop_timeout = stop_timeout
         self._epoch = epoch.number
-        self._serving = serving
         self._reconciler = Reconciler(
             api,
             instance=settings.instance,
@@ -126,63 +114,17 @@ class KubernetesLauncher:
             raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
         self._open()
         worker = self._reconciler.want(*self._maker.make(spec))
-        await self._until(worker, worker.running)
+        handle = await asyncio.shield(worker.running)
         self._log.info("worker_started", worker_id=spec.worker_id, session_id=spec.session_id)
-        return worker.running.result()
-
-    async def wait_ready(self, worker_id: str) -> None:
-        worker = self._reconciler.workers.get(worker_id)
-        if worker is None or not worker.running.done():
-            ended = self._ended.get(worker_id)
-            raise WorkerStartFailed(ended.reason if ended else f"worker {worker_id} does not run")
-        handle, spec = worker.running.result(), worker.spec
-        left = worker.started_at + spec.start_timeout - asyncio.get_running_loop().time()
-        if worker.ready:
-            return
-        check = asyncio.create_task(self._serving(handle, timeout=max(0.0, left)))
-        try:
-            await self._until(worker, check)
-            if answer := check.result():
-                reason = (
-                    f"the {spec.kind} did not become ready ({answer}; it had "
-                    f"{spec.start_timeout:g} s to start)"
-                )
-                self._reconciler.fail(worker, reason)
-                await self._until(worker, worker.lost)
-            worker.ready = True
-        finally:
-            check.cancel()
-
-    async def _until(self, worker: PodWorker, step: asyncio.Future[Any]) -> None:
-        """Wait for the step. Raises `WorkerStartFailed` when a failed worker is gone, and
-        `WorkerMayRun` if that takes too long. Then the supervisor stops it."""
-        worker.awaited = True
-        try:
-            await asyncio.wait({step, worker.lost}, return_when=asyncio.FIRST_COMPLETED)
-            if worker.failure is None:
-                return
-            within = 2 * self._stop_timeout + _BEYOND_STOP
-            try:
-                async with asyncio.timeout(within):
-                    await self._await_end(self._reconciler.gone(worker.worker_id))
-            except TimeoutError:
-                left = self._reconciler.why_left(worker.worker_id)
-                raise WorkerMayRun(f"{worker.failure.message}; {left}") from None
-            raise worker.failure
-        finally:
-            worker.awaited = False
+        return handle
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         self._open()
         grace = KILL_GRACE if at_once else max(KILL_GRACE, round(self._stop_timeout))
-        await self._await_end(self._reconciler.remove_worker(worker_id, grace=grace))
-
-    async def _await_end(self, gone: asyncio.Future[None] | None) -> None:
-        """Wait until an ending worker is gone. Raises `WorkerMayRun` when the launcher closes."""
-        if gone is not None:
-            await asyncio.wait({gone})
-            if gone.cancelled():
-                raise WorkerMayRun("the launcher was closed")
+        gone = self._reconciler.remove_worker(worker_id, grace=grace)
+        await asyncio.wait({gone})
+        if gone.cancelled():
+            raise WorkerMayRun("the launcher was closed")
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         raise SuspendFailed(
@@ -254,9 +196,6 @@ class KubernetesLauncher:
         """Return an empty host, because the cluster's scheduler manages memory and devices."""
         return Host("cluster", cores=(), memory_bytes=0)
 
-    def describe(self, worker_id: str) -> WorkerDetails:
-        return WorkerDetails()
-
     def explain(self, worker_id: str) -> str:
         if (worker := self._reconciler.workers.get(worker_id)) is not None:
             return self._api.trouble or worker.says
@@ -281,11 +220,15 @@ class KubernetesLauncher:
             self._reconciler.start_following()
 
     def _note_end(self, worker: PodWorker) -> None:
-        """Report a lost worker to the watchers, unless a caller awaits it."""
+        """Report a lost worker to the watchers."""
         assert worker.failure is not None
-        if worker.awaited or not worker.running.done():  # `start` or `wait_ready` reports it
+        if worker.running.exception() is not None:  # `start` reports it
             return
-        exit_ = WorkerExit(worker_id=worker.worker_id, reason=worker.failure.message)
+        exit_ = WorkerExit(
+            worker_id=worker.worker_id,
+            reason=worker.failure.message,
+            crashed=isinstance(worker.failure, WorkerCrashed),
+        )
         self._log.error("worker_ended", worker_id=worker.worker_id, reason=exit_.reason)
         self._ended[worker.worker_id] = exit_
         if len(self._ended) > _REMEMBERED:

@@ -146,7 +146,6 @@ class Reconciler:
             objects=objects,
             since=loop.time(),
             running=loop.create_future(),
-            lost=loop.create_future(),
             pods=pods,
             claims=claims,
         )
@@ -158,25 +157,19 @@ class Reconciler:
         """Remove a worker, known or not. The future is done when nothing is left."""
         worker = self._unwant(worker_id)
         if worker is not None and worker.failure is None:
-            worker.failure = WorkerStartFailed(
-                f"the {worker.spec.kind} was stopped while it started"
+            worker.give_up(
+                WorkerStartFailed(f"the {worker.spec.kind} was stopped while it started")
             )
-            worker.lost.set_result(None)
         self._touch(worker_id)
         return self._removal.begin(worker_id, grace=grace)
 
     def fail(self, worker: PodWorker, reason: str, *, crashed: bool = False) -> None:
         if worker.failure is not None:
             return
-        worker.failure = (WorkerCrashed if crashed else WorkerStartFailed)(reason)
-        worker.lost.set_result(None)
+        worker.give_up((WorkerCrashed if crashed else WorkerStartFailed)(reason))
         self._unwant(worker.worker_id)
         self._touch(worker.worker_id)
         self._removal.begin(worker.worker_id, grace=KILL_GRACE, failed=worker)
-
-    def gone(self, worker_id: str) -> asyncio.Future[None] | None:
-        ending = self._removal.endings.get(worker_id)
-        return ending.gone if ending is not None else None
 
     def why_left(self, worker_id: str) -> str:
         """Say why an ending worker is not gone; "" if none of this id ends."""
@@ -314,7 +307,6 @@ class Reconciler:
         address = worker.seen[worker.pods[0]].status.pod_ip
         if address and not worker.running.done():
             worker.objects = None
-            worker.started_at = asyncio.get_running_loop().time()
             self._starting.discard(worker.worker_id)
             worker.running.set_result(self._handle_of(worker.spec, address))
 

@@ -45,24 +45,20 @@ class PodFailure:
 @dataclass(eq=False, kw_only=True)
 class PodWorker:
     """`objects` exist while it starts, None if adopted. `running` has its handle when all
-    containers run. `lost` is done when it will never serve (again), because of `failure`. `seen`
-    are its pods as last seen. `says` is its reason for waiting. Times are event loop times."""
+    containers run, or the reason why they never will. `failure` is why it will never serve (again).
+    `seen` are its pods as last seen. `says` is its reason for waiting. Times are event loop times.
+    """
 
     spec: WorkerSpec
     objects: WorkerObjects | None
     pods: tuple[str, ...]
     claims: tuple[str, ...]
     running: asyncio.Future[WorkerHandle]
-    lost: asyncio.Future[None]
     since: float
     stage: Stage = "making"
     says: str = ""
-    started_at: float = 0.0
     seen: dict[str, Pod] = field(default_factory=dict)
     failure: WorkerStartFailed | None = None
-    ready: bool = False
-    awaited: bool = False
-    """Whether a caller awaits its start and so learns of its end."""
     _warning: str = ""
     _warned_at: float = 0.0
 
@@ -101,6 +97,12 @@ class PodWorker:
                     return None
                 return PodFailure(f"the {self.spec.kind} was lost: {self.says}")
         return self._advance(states, claims, deadlines, now)
+
+    def give_up(self, failure: WorkerStartFailed) -> None:
+        self.failure = failure
+        if not self.running.done():
+            self.running.set_exception(failure)
+            self.running.exception()  # perhaps nobody waits for it
 
     def warn(self, told: str) -> None:
         if told and not self._warning:
