@@ -148,14 +148,8 @@ class Api:
             body["gracePeriodSeconds"] = grace
         await self._call(_HttpRequest("DELETE", resource.path + "/{name}", name=name, body=body))
 
-    async def label(self, resource: Resource, name: str, labels: Mapping[str, str | None]) -> None:
-        """Set labels; None removes one."""
-        await self._patch(resource, name, {"labels": dict(labels)})
-
-    async def annotate(self, resource: Resource, name: str, annotations: Mapping[str, str]) -> None:
-        await self._patch(resource, name, {"annotations": dict(annotations)})
-
-    async def _patch(self, resource: Resource, name: str, metadata: Object) -> None:
+    async def patch(self, resource: Resource, name: str, metadata: Object) -> None:
+        """Set labels and annotations. None removes one."""
         request = _HttpRequest(
             "PATCH",
             resource.path + "/{name}",

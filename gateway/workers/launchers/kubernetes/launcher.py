@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +22,7 @@ from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.resources import pod_request
-from gateway.workers.launchers.kubernetes.serving import ServingLabel
+from gateway.workers.launchers.kubernetes.serving import keep_label, move_label
 from gateway.workers.launchers.kubernetes.worker import Deadlines, PodWorker
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
@@ -48,7 +47,6 @@ _API_TIMEOUT = 30.0
 """Seconds before a request to the API server is repeated."""
 _PATIENCE = 2
 """A call's time with repetitions, in request timeouts."""
-_REMEMBERED = 256
 
 
 class KubernetesLauncher:
@@ -76,10 +74,9 @@ class KubernetesLauncher:
         self._epoch = epoch.number
         self._reconciler = Reconciler(
             api,
+            maker,
             instance=settings.instance,
-            epoch=epoch.number,
-            handle_of=maker.handle_of,
-            idle_seconds=maker.idle_seconds,
+            epoch=epoch,
             deadlines=Deadlines(
                 pending=settings.pending_timeout,
                 pull=pull_timeout,
@@ -88,11 +85,11 @@ class KubernetesLauncher:
             ),
             resync=resync,
             ended=self._note_end,
-            superseded=epoch.superseded,
         )
-        self._label = ServingLabel(api, instance=settings.instance, pod=settings.pod, period=resync)
+        self._label = {"instance": settings.instance, "pod": settings.pod}
+        self._resync = resync
+        self._keeping: asyncio.Task[None] | None = None
         self._watchers = ExitWatchers()
-        self._ended: OrderedDict[str, WorkerExit] = OrderedDict()
         self._opened = self._closed = False
         self._log = get_log()
 
@@ -145,12 +142,16 @@ class KubernetesLauncher:
                 for view in reconciler.views:
                     await view.listed.wait()
             await self._maker.find_owner(self._api)
-            await self._label.put()
+            if self._label["pod"]:
+                await move_label(self._api, **self._label)
             specs = await self._read_specs()
         except (TimeoutError, ApiFault) as error:
             raise WorkerMayRun(
                 f"the cluster cannot be asked for its workers: {error or 'no answer'}"
             ) from error
+        if self._label["pod"] and self._keeping is None:
+            keeping = keep_label(self._api, **self._label, period=self._resync)
+            self._keeping = asyncio.create_task(keeping, name="serving-label")
         for worker_id, spec in specs.items():
             if worker_id in reconciler.workers:
                 continue
@@ -175,7 +176,7 @@ class KubernetesLauncher:
 
     async def _take_over(self, pod: str) -> None:
         try:
-            await self._api.annotate(PODS, pod, {EPOCH: str(self._epoch)})
+            await self._api.patch(PODS, pod, {"annotations": {EPOCH: str(self._epoch)}})
         except Refused as error:
             if error.status != 404:
                 raise
@@ -203,13 +204,15 @@ class KubernetesLauncher:
 
     def watch(self) -> AsyncIterator[WorkerExit]:
         self._open()
-        return self._watchers.watch_exits(self._ended.values())
+        return self._watchers.watch_exits()
 
     async def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        await self._label.close()
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
         await self._reconciler.close()
         await self._api.close()
         self._watchers.close()
@@ -230,9 +233,6 @@ class KubernetesLauncher:
             crashed=isinstance(worker.failure, WorkerCrashed),
         )
         self._log.error("worker_ended", worker_id=worker.worker_id, reason=exit_.reason)
-        self._ended[worker.worker_id] = exit_
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
         self._watchers.tell(exit_)
 
 

@@ -7,10 +7,11 @@ fail; then the next comparison finds the rest. So a gateway may die between any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 
+from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import (
     CLAIMS,
     EVENTS,
@@ -22,17 +23,17 @@ from gateway.workers.launchers.kubernetes.api import (
     Refused,
 )
 from gateway.workers.launchers.kubernetes.claims import Claims
+from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.names import CONTAINER, GROUP, INSTANCE, WORKER, pool_name
 from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
 from gateway.workers.launchers.kubernetes.pods import told_by_events
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE, Removal
 from gateway.workers.launchers.kubernetes.steps import Key, Steps, name_of
-from gateway.workers.launchers.kubernetes.turns import Turns
 from gateway.workers.launchers.kubernetes.view import View
 from gateway.workers.launchers.kubernetes.worker import Deadlines, PodFailure, PodWorker
 from tandem.errors import WorkerCrashed, WorkerStartFailed, without_paths
-from tandem.protocol.worker import WorkerHandle, WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 from tandem.telemetry import get_log
 
 _TICK = 1.0
@@ -40,41 +41,38 @@ _SWEEP = 5.0
 """Seconds between searches for unwanted objects."""
 _TOGETHER = 0.02
 """Seconds for which changes are collected."""
+_PATIENCE = 5.0
 _LOG_LINES = 5
 _LONGEST_TAIL = 4096
 
 
 class Reconciler:
-    """`handle_of` makes a worker's handle from an address. `idle_seconds` is the lifetime of a
-    group's unused claim. `ended` gets a failed worker when it is gone. `superseded` is called when
-    objects of a newer gateway appear; then nothing more is touched."""
+    """`ended` gets a failed worker when it is gone. When objects of a newer gateway appear, the
+    epoch is told, and nothing more is touched."""
 
     def __init__(
         self,
         api: Api,
+        maker: WorkerMaker,
         *,
         instance: str,
-        epoch: int,
-        handle_of: Callable[[WorkerSpec, str], WorkerHandle],
-        idle_seconds: Callable[[str], float],
+        epoch: Epoch,
         deadlines: Deadlines,
         resync: float,
         ended: Callable[[PodWorker], None],
-        superseded: Callable[[], object],
     ) -> None:
         self.workers: dict[str, PodWorker] = {}
         self.sweeps = False
         """Whether unwanted objects are deleted: only after the wanted workers are known."""
         self._api = api
         self._epoch = epoch
-        self._handle_of = handle_of
+        self._maker = maker
         self._deadlines = deadlines
-        self._superseded = superseded
         self._is_superseded = False
-        self._steps = Steps(api, epoch=epoch, done=self._touch, fail=self.fail)
+        self._steps = Steps(api, epoch=epoch.number, done=self._touch, fail=self.fail)
         self._dirty: set[str] = set()
-        self._starting: set[str] = set()
-        self._turns = Turns(self._touch)
+        self._turns_changed = False
+        """Whether a waiting worker may have its turn now."""
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
@@ -85,7 +83,9 @@ class Reconciler:
         self.secrets: View[Observed] = view(SECRETS, Observed, labels=ours, changed=self._note)
         self.services: View[Observed] = view(SERVICES, Observed, labels=ours, changed=self._note)
         self.policies: View[Observed] = view(POLICIES, Observed, labels=ours, changed=self._note)
-        self._claims = Claims(self._steps, self.claims, pods=self.pods, idle_seconds=idle_seconds)
+        self._claims = Claims(
+            self._steps, self.claims, pods=self.pods, idle_seconds=maker.idle_seconds
+        )
         self._removal = Removal(
             self._steps,
             pods=self.pods,
@@ -116,14 +116,12 @@ class Reconciler:
     # --- Wanted workers -----------------------------------------------------------------------
 
     def want(self, spec: WorkerSpec, objects: WorkerObjects) -> PodWorker:
-        worker = self._new_worker(
+        return self._new_worker(
             spec,
             objects,
             pods=tuple(name_of(each) for each in objects.pods),
             claims=tuple(name_of(each) for each in objects.claims),
         )
-        self._starting.add(spec.worker_id)
-        return worker
 
     def adopt(self, spec: WorkerSpec) -> PodWorker:
         pods = sorted(self.pods.objects_of(spec.worker_id), key=lambda each: each.name)
@@ -188,13 +186,10 @@ class Reconciler:
         return found - self.workers.keys()
 
     def _unwant(self, worker_id: str) -> PodWorker | None:
-        self._starting.discard(worker_id)
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
             self._claims.leave(worker)
-            for pod in set(worker.pods).difference(worker.seen):
-                self._turns.give(pod)
-            self._turns.give_of_pool(worker_id, pool_name(worker.spec.group))
+            self._turns_changed = True
         return worker
 
     # --- Changes ------------------------------------------------------------------------------
@@ -203,10 +198,7 @@ class Reconciler:
         about = now or before
         assert about is not None
         self._removal.note_pod(about, there=now is not None)
-        if now is None or now.scheduled or now.deleted:
-            self._turns.give(about.name)
-        else:
-            self._turns.note(now.name, now.claims)
+        self._turns_changed = True
         self._note(before, now)
 
     def _note_claim(self, before: Claim | None, now: Claim | None) -> None:
@@ -219,10 +211,10 @@ class Reconciler:
     def _note(self, before: Observed | None, now: Observed | None) -> None:
         about = now or before
         assert about is not None
-        if now is not None and now.epoch > self._epoch and not self._is_superseded:
+        if now is not None and now.epoch > self._epoch.number and not self._is_superseded:
             self._is_superseded = True
-            self._log.error("superseded", epoch=self._epoch, newer=now.epoch)
-            self._superseded()
+            self._log.error("superseded", epoch=self._epoch.number, newer=now.epoch)
+            self._epoch.superseded()
         if worker_id := about.worker_id:
             self._touch(worker_id)
 
@@ -259,14 +251,17 @@ class Reconciler:
         self._steps.forget_past()
         if not self.current:
             self._removal.note_gap()
-        self._dirty |= self._starting | self._removal.endings.keys()
-        self._dirty |= {w.worker_id for w in self.workers.values() if w.says}
+        self._dirty |= self._removal.endings.keys()
+        self._dirty |= {w.worker_id for w in self.workers.values() if w.starts or w.says}
 
     def _sweep(self) -> None:
         self._dirty |= self.unwanted()
         self._claims.delete_idle()
 
     def _compare_changed(self) -> None:
+        if self._turns_changed:
+            self._turns_changed = False
+            self._dirty |= {w.worker_id for w in self.workers.values() if w.waits_for_turn}
         dirty, self._dirty = self._dirty, set()
         for worker_id in dirty:
             try:
@@ -285,7 +280,7 @@ class Reconciler:
     def _compare(self, worker: PodWorker) -> None:
         pods = {pod.name: pod for pod in self.pods.objects_of(worker.worker_id)}
         if worker.objects is not None:
-            for pod in [each for each in pods.values() if each.epoch != self._epoch]:
+            for pod in [each for each in pods.values() if each.epoch != self._epoch.number]:
                 self._removal.delete_pod(
                     pods.pop(pod.name), KILL_GRACE
                 )  # of an earlier gateway, created late
@@ -293,8 +288,6 @@ class Reconciler:
         if failure is not None:
             self._fail(worker, failure)
             return
-        if worker.is_scheduled:
-            self._turns.give_of_pool(worker.worker_id, pool_name(worker.spec.group))
         if worker.stage == "running":
             self._note_running(worker)
         elif worker.objects is not None:
@@ -307,8 +300,7 @@ class Reconciler:
         address = worker.seen[worker.pods[0]].status.pod_ip
         if address and not worker.running.done():
             worker.objects = None
-            self._starting.discard(worker.worker_id)
-            worker.running.set_result(self._handle_of(worker.spec, address))
+            worker.running.set_result(self._maker.handle_of(worker.spec, address))
 
     def _fail(self, worker: PodWorker, failure: PodFailure) -> None:
         if not failure.log_of:
@@ -342,27 +334,61 @@ class Reconciler:
     # --- Its objects ----------------------------------------------------------------------------
 
     def _make_missing(self, worker: PodWorker, objects: WorkerObjects) -> None:
-        complete = self._steps.make(worker, self.secrets, objects.secret)
-        if objects.service is not None:
-            complete &= self._steps.make(worker, self.services, objects.service)
-        if objects.policy is not None:
-            complete &= self._steps.make(worker, self.policies, objects.policy)
+        worker.waits_for_turn, complete = False, True
+        for view, body in (
+            (self.secrets, objects.secret),
+            (self.services, objects.service),
+            (self.policies, objects.policy),
+        ):
+            if body is not None:
+                complete &= self._steps.make(worker, view, body)
         for claim in objects.claims:
             complete &= self._claims.make(worker, claim)
         if not complete:
             return
+        now = asyncio.get_running_loop().time()
         for pod in objects.pods:
-            name = name_of(pod)
+            name, claims = name_of(pod), Pod.model_validate(pod).claims
             if name in worker.seen:
                 continue
-            if len(worker.pods) > 1:
-                pool = pool_name(worker.spec.group)
-                if before := self._turns.take_of_pool(worker.worker_id, pool):
-                    said = f"{before}, which has several pods as it has, is to be scheduled first"
-                    worker.wait(said)
-                    return
-            claims = Pod.model_validate(pod).claims
-            if before := self._turns.take(name, claims, worker_id=worker.worker_id):
+            if before := self._before_in_pool(worker):
+                worker.wait(f"{before}, which has several pods as it has, is to be scheduled first")
+            elif before := self._before_on_claims(name, claims):
                 worker.says = f"{before}, which shares its claim, is to be scheduled first"
-                return
-            self._steps.make(worker, self.pods, pod)
+            else:
+                for claim in claims:
+                    worker.asked.setdefault(claim, (name, now))
+                self._steps.make(worker, self.pods, pod)
+                continue
+            worker.waits_for_turn = True
+            return
+
+    def _before_in_pool(self, worker: PodWorker) -> str:
+        """Return the worker before this one, or "".
+
+        Two workers with several pods could each hold some of the last nodes and wait for the rest.
+        So only one such worker of a pool has unscheduled pods."""
+        if len(worker.pods) == 1:
+            return ""
+        worker.queued_at = min(worker.queued_at, asyncio.get_running_loop().time())
+        pool = pool_name(worker.spec.group)
+        first = min(
+            (w for w in self.workers.values() if w.is_queued and pool_name(w.spec.group) == pool),
+            key=lambda each: each.queued_at,
+        )
+        return "" if first is worker else first.worker_id
+
+    def _before_on_claims(self, pod: str, claims: Sequence[str]) -> str:
+        """Return the pod before this one, or "".
+
+        The scheduler's writes conflict for pods that reach one claim together. So the next pod
+        waits until the last was scheduled, for at most `_PATIENCE` seconds."""
+        earliest = asyncio.get_running_loop().time() - _PATIENCE
+        for claim in claims:
+            for user in self._claims.users(claim):
+                other, since = self.workers[user].asked.get(claim, (pod, 0.0))
+                made = self.pods.objects.get(other)
+                done = made is not None and (made.scheduled or made.deleted)
+                if other != pod and since > earliest and not done:
+                    return other
+        return ""

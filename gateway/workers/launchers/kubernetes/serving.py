@@ -7,53 +7,32 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.workers.launchers.kubernetes.api import PODS, Api, ApiFault, Refused
+from gateway.workers.launchers.kubernetes.api import PODS, Api, Refused
+from tandem.errors import describe
 from tandem.telemetry import get_log
 
 SERVING = "tandem.dev/serving"
 
 
-class ServingLabel:
-    """Puts the label `instance` on `pod` ("": no pod) and checks it every `period` seconds, because
-    a slow gateway may have moved it."""
+async def move_label(api: Api, *, instance: str, pod: str) -> None:
+    """Move the label of a gateway to one pod. Raises `ApiFault`."""
+    listed = await api.list(PODS, labels=f"{SERVING}={instance}")
+    labelled = {each["metadata"]["name"] for each in listed.items}
+    if pod not in labelled:
+        await api.patch(PODS, pod, {"labels": {SERVING: instance}})
+    for other in labelled - {pod}:
+        try:
+            await api.patch(PODS, other, {"labels": {SERVING: None}})
+        except Refused as error:
+            if error.status != 404:
+                raise
 
-    def __init__(self, api: Api, *, instance: str, pod: str, period: float) -> None:
-        self._api = api
-        self._instance = instance
-        self._pod = pod
-        self._period = period
-        self._keeping: asyncio.Task[None] | None = None
-        self._log = get_log()
 
-    async def put(self) -> None:
-        """Put the label on the pod until `close`. Raises `ApiFault`."""
-        if self._pod and self._keeping is None:
-            await self._move()
-            self._keeping = asyncio.create_task(self._keep(), name="serving-label")
-
-    async def close(self) -> None:
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-
-    async def _move(self) -> None:
-        listed = await self._api.list(PODS, labels=f"{SERVING}={self._instance}")
-        labelled = {each["metadata"]["name"] for each in listed.items}
-        if self._pod not in labelled:
-            await self._api.label(PODS, self._pod, {SERVING: self._instance})
-        for other in labelled - {self._pod}:
-            try:
-                await self._api.label(PODS, other, {SERVING: None})
-            except Refused as error:
-                if error.status != 404:
-                    raise
-
-    async def _keep(self) -> None:
-        while True:
-            await asyncio.sleep(self._period)
-            try:
-                await self._move()
-            except ApiFault as error:
-                self._log.warning("serving_label_not_kept", reason=str(error))
-            except Exception:  # noqa: BLE001 - it is kept with the next try
-                self._log.exception("serving_label_not_kept")
+async def keep_label(api: Api, *, instance: str, pod: str, period: float) -> None:
+    """Move the label every `period` seconds, because a slow gateway may have moved it."""
+    while True:
+        await asyncio.sleep(period)
+        try:
+            await move_label(api, instance=instance, pod=pod)
+        except Exception as error:  # noqa: BLE001 - it is kept with the next try
+            get_log().warning("serving_label_not_kept", reason=describe(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -59,6 +60,11 @@ class PodWorker:
     says: str = ""
     seen: dict[str, Pod] = field(default_factory=dict)
     failure: WorkerStartFailed | None = None
+    queued_at: float = math.inf
+    """When it began to wait for its turn in its pool, if it has several pods."""
+    waits_for_turn: bool = False
+    asked: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """By claim: its pod, and when its creation began."""
     _warning: str = ""
     _warned_at: float = 0.0
 
@@ -114,8 +120,14 @@ class PodWorker:
         self.says, self.since = why, asyncio.get_running_loop().time()
 
     @property
-    def is_scheduled(self) -> bool:
-        return all(name in self.seen and self.seen[name].scheduled for name in self.pods)
+    def starts(self) -> bool:
+        return self.objects is not None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it has its turn in its pool, or waits for it."""
+        scheduled = all(name in self.seen and self.seen[name].scheduled for name in self.pods)
+        return self.queued_at < math.inf and not scheduled
 
     def prepares_for(self) -> float:
         """Return the seconds since its pods were scheduled, while they do not run."""
