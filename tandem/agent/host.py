@@ -6,10 +6,11 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -65,32 +66,22 @@ def accelerators() -> tuple[Accelerator, ...]:
 
     A device that does not answer is left out. Raises `InvalidRequest` for MIG instances, and for an
     ambiguous name in CUDA_VISIBLE_DEVICES."""
-    try:
-        import pynvml
-    except ImportError:
-        return ()
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
     found, divided = list[Accelerator](), set[int]()
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            with suppress(pynvml.NVMLError):
-                handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+    with _nvml() as nvml:
+        for index in range(nvml.nvmlDeviceGetCount() if nvml else 0):
+            with suppress(nvml.NVMLError):
+                handle = nvml.nvmlDeviceGetHandleByIndex(index)
                 found.append(
                     Accelerator(
                         index=index,
-                        uuid=_text(pynvml.nvmlDeviceGetUUID(handle)),
-                        name=_text(pynvml.nvmlDeviceGetName(handle)),
-                        memory_bytes=int(pynvml.nvmlDeviceGetMemoryInfo(handle).total),
+                        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+                        name=_text(nvml.nvmlDeviceGetName(handle)),
+                        memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
                     )
                 )
-                with suppress(pynvml.NVMLError):  # a device without MIG
-                    if pynvml.nvmlDeviceGetMigMode(handle)[0] == pynvml.NVML_DEVICE_MIG_ENABLE:
+                with suppress(nvml.NVMLError):  # a device without MIG
+                    if nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE:
                         divided.add(index)
-    finally:
-        pynvml.nvmlShutdown()
     usable = _visible(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
     for each in usable:
         if each.index in divided:
@@ -147,16 +138,25 @@ def free_memory_bytes() -> int:
 
 def driver_version() -> str:
     """Return the driver's version, such as "570.86.10", or ""."""
+    with _nvml() as nvml:
+        return _text(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVIDIA's library, or None without a driver."""
     try:
         import pynvml
-    except ImportError:
-        return ""
-    try:
+
         pynvml.nvmlInit()
+    except ImportError:
+        yield None
+        return
     except pynvml.NVMLError:
-        return ""
+        yield None
+        return
     try:
-        return _text(pynvml.nvmlSystemGetDriverVersion())
+        yield pynvml
     finally:
         pynvml.nvmlShutdown()
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -69,14 +70,13 @@ class ProcessLauncher:
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
         self._watchers = ExitWatchers()
-        self._stopping: set[asyncio.Task[None]] = set()
-        self._switching: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        """Stops, moves and removals, which go on if their caller goes away."""
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
         self.groups = ProcessGroups(self.data_dir / FILE_NAME)
         self.scratches = ScratchFolders(self.data_dir)
-        self._removing: set[asyncio.Task[None]] = set()
         self._looking: asyncio.Task[None] | None = None
         self.idle = Pool(
             sizes=self.pool, command=self.command, quiet=self._quiet, scratches=self.scratches
@@ -122,10 +122,7 @@ class ProcessLauncher:
             worker = self._workers.get(worker_id)
             self._stopped.append(worker_id)
         if worker is not None:
-            stopping = asyncio.create_task(worker.kill() if at_once else worker.stop_worker())
-            self._stopping.add(stopping)
-            stopping.add_done_callback(self._stopping.discard)
-            await asyncio.shield(stopping)
+            await asyncio.shield(self._begin(worker.kill() if at_once else worker.stop_worker()))
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         async def move(worker: WorkerProcess) -> None:
@@ -151,10 +148,7 @@ class ProcessLauncher:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise SuspendFailed(f"worker {worker_id} does not run")
-        switching = asyncio.create_task(self._carry_out(worker, lease, move))
-        self._switching.add(switching)
-        switching.add_done_callback(self._switching.discard)
-        await asyncio.shield(switching)
+        await asyncio.shield(self._begin(self._carry_out(worker, lease, move)))
 
     async def _carry_out(
         self, worker: WorkerProcess, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
@@ -206,8 +200,14 @@ class ProcessLauncher:
         self._watchers.close()  # last: watchers take this for the end of all workers
         if self._looking is not None:
             self._looking.cancel()
-        await asyncio.gather(*self._removing, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self.scratches.remove_all)
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` if the log or the program cannot be opened."""
@@ -273,10 +273,7 @@ class ProcessLauncher:
         self._forget(worker)
         self.groups.remove_group(worker.pid)
         if worker.scratch is not None:
-            removal = asyncio.to_thread(self.scratches.remove, worker.scratch)
-            removing = asyncio.create_task(removal)
-            self._removing.add(removing)
-            removing.add_done_callback(self._removing.discard)
+            self._begin(asyncio.to_thread(self.scratches.remove, worker.scratch))
 
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id

@@ -7,13 +7,12 @@ import fcntl
 import os
 import signal
 import sys
-import time
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import grpc.aio
 from pydantic import ValidationError
@@ -41,7 +40,7 @@ from tandem.settings.gateway import settings_fault
 from tandem.settings.variables import check_environment
 from tandem.settings.workers import PoolSettings
 from tandem.telemetry import configure_logging, get_log
-from tandem.v1 import agent_pb2, agent_pb2_grpc
+from tandem.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
     Context = grpc.aio.ServicerContext[object, object]
@@ -62,10 +61,6 @@ class Listening:
     advertised: str
     tls: Path
     logs: Path | None = None
-
-
-class SuspendCall(Protocol):
-    async def __call__(self, worker_id: str, *, lease: int, timeout: float) -> None: ...
 
 
 class AgentServicer(agent_pb2_grpc.AgentServicer):
@@ -97,25 +92,22 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.StopWorkerRequest,
         context: Context,
     ) -> agent_pb2.StopWorkerReply:
-        try:
-            await self._launcher.stop(request.worker_id, at_once=request.at_once)
-        except TandemError as error:
-            return agent_pb2.StopWorkerReply(failure=error.to_failure())
-        return agent_pb2.StopWorkerReply()
+        stopping = self._launcher.stop(request.worker_id, at_once=request.at_once)
+        return agent_pb2.StopWorkerReply(failure=await _failure(stopping))
 
     async def Suspend(
         self,
         request: agent_pb2.SuspendWorkerRequest,
         context: Context,
     ) -> agent_pb2.SuspendWorkerReply:
-        return await self._switch(self._launcher.suspend, request)
+        return await _switched(self._launcher.suspend, request)
 
     async def Resume(
         self,
         request: agent_pb2.SuspendWorkerRequest,
         context: Context,
     ) -> agent_pb2.SuspendWorkerReply:
-        return await self._switch(self._launcher.resume, request)
+        return await _switched(self._launcher.resume, request)
 
     async def List(
         self,
@@ -138,15 +130,20 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         async for exit_ in exits:
             yield agent_pb2.WatchReply(ended=[agent_pb2.WorkerEnded(**vars(exit_))])
 
-    async def _switch(
-        self, switch: SuspendCall, request: agent_pb2.SuspendWorkerRequest
-    ) -> agent_pb2.SuspendWorkerReply:
-        began = time.perf_counter()
-        try:
-            await switch(request.worker_id, lease=request.lease, timeout=request.timeout_seconds)
-        except TandemError as error:
-            return agent_pb2.SuspendWorkerReply(failure=error.to_failure())
-        return agent_pb2.SuspendWorkerReply(seconds=time.perf_counter() - began)
+
+async def _switched(
+    switch: Callable[..., Awaitable[None]], request: agent_pb2.SuspendWorkerRequest
+) -> agent_pb2.SuspendWorkerReply:
+    work = switch(request.worker_id, lease=request.lease, timeout=request.timeout_seconds)
+    return agent_pb2.SuspendWorkerReply(failure=await _failure(work))
+
+
+async def _failure(work: Awaitable[None]) -> common_pb2.Failure | None:
+    try:
+        await work
+    except TandemError as error:
+        return error.to_failure()
+    return None
 
 
 def _worker(handle: WorkerHandle) -> agent_pb2.AgentWorker:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from tandem.agent.exits import end_of_log, killed_by
 from tandem.errors import unusable_directory
 from tandem.protocol.heartbeat import HEARTBEAT_FD, ProcessHeartbeat
 from tandem.protocol.worker import SUPERVISOR_PID
@@ -102,18 +103,16 @@ class SupervisedProcess:
         assert self.process is not None
         if self._was_silent:
             return f"it answered nothing for {self._patience:g} s (log: {self.log_path})"
-        with self._read_log() as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start if self._log_start <= size else 0, size - _TAIL_BYTES))
-            lines = log.read().decode(errors="replace").splitlines()
-        for line in reversed(lines):
+        try:
+            text = end_of_log(self.log_path, start=self._log_start, most=_TAIL_BYTES)
+        except OSError:  # somebody removed it: continue without a message
+            text = ""
+        for line in reversed(text.splitlines()):
             if line.startswith(self._sentence):
                 return f"{line.removeprefix(self._sentence)} (log: {self.log_path})"
         status = self.process.wait()
         if status < 0:
-            name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
-            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-            return f"it was killed by {name}{memory} (log: {self.log_path})"
+            return f"it was killed by {killed_by(status)} (log: {self.log_path})"
         return f"it exited with status {status}; see its log, {self.log_path}"
 
     def stop_process(

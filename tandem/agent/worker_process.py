@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 from pydantic import ValidationError
 
+from tandem.agent.exits import end_of_log, killed_by
 from tandem.errors import WorkerCrashed, WorkerMayRun, WorkerStartFailed, describe, without_paths
 from tandem.protocol.worker import WorkerHandle, WorkerReport, WorkerSpec
 from tandem.protocol.worker_health import wait_until_serving
@@ -205,15 +206,9 @@ class WorkerProcess:
     def _describe_exit(self, status: int) -> str:
         """Return the exit in words, with the end of its log on one line, without its secret."""
         if status < 0:
-            name = next((s.name for s in signal.Signals if s == -status), f"signal {-status}")
-            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-            return f"the {self.spec.kind} was killed by {name}{memory}"
+            return f"the {self.spec.kind} was killed by {killed_by(status)}"
         try:
-            with self.log_path.open("rb") as log:
-                size = log.seek(0, os.SEEK_END)
-                start = self.log_start if self.log_start <= size else 0  # it may have been rotated
-                log.seek(max(start, size - _TAIL_BYTES))
-                text = log.read(_TAIL_BYTES).decode(errors="replace")
+            text = end_of_log(self.log_path, start=self.log_start, most=_TAIL_BYTES)
         except OSError as error:
             text = f"({describe(error)})"
         lines = [line.strip() for line in text.splitlines() if line.strip()]

@@ -283,18 +283,15 @@ class SuspendWorkerReply(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FAILURE_FIELD_NUMBER: builtins.int
-    SECONDS_FIELD_NUMBER: builtins.int
-    seconds: builtins.float
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     def __init__(
         self,
         *,
         failure: tandem.v1.common_pb2.Failure | None = ...,
-        seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure", "seconds", b"seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
 
 Global___SuspendWorkerReply: typing_extensions.TypeAlias = SuspendWorkerReply

@@ -8,13 +8,13 @@ from collections.abc import AsyncIterator, Collection
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from gateway.workers.clients import Method, Reply, Request, this_task_is_cancelled
+from gateway.workers.clients import Method, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
 from gateway.workers.needs import with_needs
 from tandem.agent.address import agent_address, socket_path
@@ -28,6 +28,7 @@ from tandem.protocol.worker import GRPC_OPTIONS, WorkerExit, WorkerHandle, Worke
 from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 
+Answer = TypeVar("Answer", bound=Message)
 Data = TypeVar("Data", Accelerator, WorkerHandle)
 
 _ANY_ADDRESS = "0.0.0.0"
@@ -103,19 +104,15 @@ class AgentLauncher:
             spec = spec.model_copy(update={"host": _ANY_ADDRESS, "tls": tls})
         request = agent_pb2.StartWorkerRequest(spec=spec.model_dump_json())
         reply = await self._ask(self._stub.Start, request, start_timeout=spec.start_timeout)
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
         handle = self._workers[spec.worker_id] = _as(WorkerHandle, reply.worker)
         return handle
 
     async def stop(self, worker_id: str, *, at_once: bool = False) -> None:
         request = agent_pb2.StopWorkerRequest(worker_id=worker_id, at_once=at_once)
         try:
-            reply = await self._ask(self._stub.Stop, request)
+            await self._ask(self._stub.Stop, request)
         except WorkerStartFailed as error:  # there is no agent now
             raise WorkerMayRun(error.message) from error
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
         self._workers.pop(worker_id, None)
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
@@ -126,8 +123,6 @@ class AgentLauncher:
 
     async def list(self) -> list[WorkerHandle]:
         reply = await self._ask(self._stub.List, agent_pb2.ListWorkersRequest())
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
         handles = [_as(WorkerHandle, worker) for worker in reply.workers]
         self._workers.update({handle.worker_id: handle for handle in handles})
         return handles
@@ -170,21 +165,19 @@ class AgentLauncher:
         request = agent_pb2.SuspendWorkerRequest(
             worker_id=worker_id, lease=lease, timeout_seconds=timeout
         )
-        reply = await self._ask(method, request, start_timeout=timeout)
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
+        await self._ask(method, request, start_timeout=timeout)
 
     async def _ask(
-        self, method: Method[Request, Reply], request: Request, *, start_timeout: float = 0.0
-    ) -> Reply:
-        """Call the agent. Raises `WorkerStartFailed` without an agent, `WorkerMayRun` if it does
-        not answer, since the call may have had its effect."""
+        self, method: Method[Request, Answer], request: Request, *, start_timeout: float = 0.0
+    ) -> Answer:
+        """Call the agent. Raises the failure in its answer, `WorkerStartFailed` without an agent,
+        and `WorkerMayRun` if it does not answer, since the call may have had its effect."""
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
         try:
             await self._connect()
             timeout = max(self.timeout, start_timeout + _BEYOND_START)
-            return await method(request, metadata=self.epoch.metadata, timeout=timeout)
+            reply = await method(request, metadata=self.epoch.metadata, timeout=timeout)
         except grpc.aio.AioRpcError as error:
             self.epoch.raise_if_superseded(error)
             raise _unknown(error) from error
@@ -193,6 +186,9 @@ class AgentLauncher:
             if not self._closed or this_task_is_cancelled():
                 raise
             raise WorkerStartFailed("the launcher is closed") from None
+        if "failure" in reply.DESCRIPTOR.fields_by_name and reply.HasField("failure"):
+            raise from_failure(cast(Any, reply).failure)
+        return reply
 
     async def _connect(self) -> None:
         """Wait for the agent, which may be starting."""

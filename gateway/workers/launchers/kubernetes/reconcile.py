@@ -356,8 +356,8 @@ class Reconciler:
             elif before := self._before_on_claims(name, claims):
                 worker.says = f"{before}, which shares its claim, is to be scheduled first"
             else:
-                for claim in claims:
-                    worker.asked.setdefault(claim, (name, now))
+                for each in claims:
+                    worker.asked.setdefault(each, (name, now))
                 self._steps.make(worker, self.pods, pod)
                 continue
             worker.waits_for_turn = True
