@@ -251,7 +251,8 @@ class Processes:
             if record is None:
                 continue
             if record.worker is None:  # it starts
-                record.ended.set_result(exit_)
+                if not record.ended.done():
+                    record.ended.set_result(exit_)
                 continue
             self.metrics.worker_exits.labels(kind=record.kind).inc()
             del self._records[exit_.worker_id]

@@ -201,7 +201,8 @@ class WorkerSpec(BaseModel):
       certificate `tls`, it listens only on loopback.
     - `lifeline`: the longest time without a gateway's call, in seconds. 0 means that the launcher
       holds a connection.
-    - `start_timeout`: seconds until it serves. `stop_timeout`: seconds from SIGTERM to SIGKILL."""
+    - `start_timeout`: seconds until its address, and then until it serves. `stop_timeout`: seconds
+      from SIGTERM to SIGKILL."""
 
     # An error must not quote its input, because the secret would reach the log.
     model_config = ConfigDict(frozen=True, hide_input_in_errors=True)

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, Json, ValidationError
 
 from gateway.admin.doctor.check import Check, Level, judge
-from gateway.workers.launchers.kubernetes.names import WORKER
-from gateway.workers.launchers.kubernetes.objects import service_account
+from gateway.workers.launchers.kubernetes.names import WORKER, service_account
 from tandem.errors import InvalidRequest, describe
 from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings

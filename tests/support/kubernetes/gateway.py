@@ -10,10 +10,11 @@ from collections.abc import Awaitable, Callable
 from kubernetes.aio.client import ApiClient
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
+from gateway.workers.launchers.kubernetes.api import Api
 from gateway.workers.launchers.kubernetes.launcher import KubernetesLauncher
 from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
+    DEPLOYMENTS,
     EPOCH,
     GROUP,
     GROUP_SPEC,

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from gateway.workers.launchers.kubernetes.api import PODS
+from gateway.workers.launchers.kubernetes.names import PODS
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tests.support.kubernetes.cluster import Image
 from tests.support.kubernetes.server import Answer, Hangs, Lost, refusal

@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.workers.launchers.kubernetes.api import PODS, Refused
+from gateway.workers.launchers.kubernetes.api import Refused
+from gateway.workers.launchers.kubernetes.names import PODS
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.cluster import Image

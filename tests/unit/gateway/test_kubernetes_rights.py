@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import yaml
 
-from gateway.workers.launchers.kubernetes import api
+from gateway.workers.launchers.kubernetes import names
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from tests.support.kubernetes.cluster import FakeCluster, Image
 from tests.support.kubernetes.manifests import K8S
@@ -32,7 +32,7 @@ def test_the_role_allows_the_calls_of_the_launcher_and_no_others():
 
 
 def test_each_resource_is_of_the_group_in_which_the_launcher_asks_for_it():
-    asked = (each for each in vars(api).values() if isinstance(each, api.Resource))
+    asked = (each for each in vars(names).values() if isinstance(each, names.Resource))
     groups = {each.plural: each.api_version.rpartition("/")[0] for each in asked}
     for rule in rules():
         for resource in rule["resources"]:

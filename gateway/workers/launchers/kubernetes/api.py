@@ -20,6 +20,7 @@ import orjson
 from kubernetes.aio.client import ApiClient
 from kubernetes.aio.client.rest import RESTResponse
 
+from gateway.workers.launchers.kubernetes.names import PODS, Resource
 from gateway.workers.launchers.kubernetes.templates import Object
 from tandem.errors import describe
 
@@ -28,27 +29,6 @@ _LONGEST_PAUSE = 15.0
 _JITTER = 0.3
 _AT_ONCE = 16
 _LOG_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class Resource:
-    kind: str
-    api_version: str
-    plural: str
-
-    @property
-    def path(self) -> str:
-        root = "/apis" if "/" in self.api_version else "/api"
-        return f"{root}/{self.api_version}/namespaces/{{namespace}}/{self.plural}"
-
-
-PODS = Resource("Pod", "v1", "pods")
-SECRETS = Resource("Secret", "v1", "secrets")
-SERVICES = Resource("Service", "v1", "services")
-POLICIES = Resource("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
-DEPLOYMENTS = Resource("Deployment", "apps/v1", "deployments")
-EVENTS = Resource("Event", "v1", "events")
-CLAIMS = Resource("ResourceClaim", "resource.k8s.io/v1", "resourceclaims")
 
 
 class ApiFault(Exception):

@@ -14,9 +14,9 @@ from kubernetes.aio.client import ApiClient, Configuration
 from pydantic import ValidationError
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers.kubernetes.api import PODS, SECRETS, Api, ApiFault, Refused
+from gateway.workers.launchers.kubernetes.api import Api, ApiFault, Refused
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
-from gateway.workers.launchers.kubernetes.names import EPOCH, SPEC_KEY, WORKER_ID
+from gateway.workers.launchers.kubernetes.names import EPOCH, PODS, SECRETS, SPEC_KEY, WORKER_ID
 from gateway.workers.launchers.kubernetes.objects import LIFELINE, Home
 from gateway.workers.launchers.kubernetes.observed import Pod
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler

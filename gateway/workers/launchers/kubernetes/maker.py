@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from gateway.workers.launchers.kubernetes.api import DEPLOYMENTS, Api
-from gateway.workers.launchers.kubernetes.names import METRICS_PORT, PORT, pool_name
+from gateway.workers.launchers.kubernetes.api import Api
+from gateway.workers.launchers.kubernetes.names import DEPLOYMENTS, METRICS_PORT, PORT, pool_name
 from gateway.workers.launchers.kubernetes.objects import (
     FOLDERS,
     Home,

@@ -1,12 +1,14 @@
-"""Names and labels of workers' objects and claims, derived from the id of the worker or group. A
-long id is shortened in a label, and an annotation holds the whole."""
+"""Kinds, names and labels of workers' objects and claims. Names derive from the id of the worker or
+group. A long id is shortened in a label, and an annotation holds the whole."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from dataclasses import dataclass
 
-from tandem.settings.cluster import ClaimPoolSettings
+from tandem.protocol.worker import WorkerKind
+from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 
 CONTAINER = "worker"
 """The worker's container. Others in its pod are an administrator's."""
@@ -19,7 +21,7 @@ WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"
 SPEC_KEY = "spec.json"
 
 PORT, METRICS_PORT, RENDEZVOUS_PORT = 7300, 7301, 7302
-"""Fixed ports, because each pod has its own address."""
+"""Fixed ports, because each pod has its own address, also in `defaults/worker-objects.yaml`."""
 
 _LONGEST_NAME = 58
 """A DNS label has 63 characters, and pods append a node number."""
@@ -64,3 +66,32 @@ def claim_name(group: str, *, pool: ClaimPoolSettings, node: int, instance: str)
 def pool_name(group: str) -> str:
     """Return a device group's pool: `train` for `train-0`."""
     return group.rpartition("-")[0]
+
+
+def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
+    """Return the account of a kind of workers, which do not get its token."""
+    return f"{settings.instance}-{kind}"
+
+
+# --- Kinds of objects ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Resource:
+    kind: str
+    api_version: str
+    plural: str
+
+    @property
+    def path(self) -> str:
+        root = "/apis" if "/" in self.api_version else "/api"
+        return f"{root}/{self.api_version}/namespaces/{{namespace}}/{self.plural}"
+
+
+PODS = Resource("Pod", "v1", "pods")
+SECRETS = Resource("Secret", "v1", "secrets")
+SERVICES = Resource("Service", "v1", "services")
+POLICIES = Resource("NetworkPolicy", "networking.k8s.io/v1", "networkpolicies")
+DEPLOYMENTS = Resource("Deployment", "apps/v1", "deployments")
+EVENTS = Resource("Event", "v1", "events")
+CLAIMS = Resource("ResourceClaim", "resource.k8s.io/v1", "resourceclaims")

@@ -12,13 +12,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from gateway.workers.launchers.kubernetes.names import (
+    CLAIMS,
     COMPONENT,
-    CONTAINER,
     EPOCH,
     GROUP,
     GROUP_SPEC,
@@ -26,17 +31,23 @@ from gateway.workers.launchers.kubernetes.names import (
     METRICS_PORT,
     NODE,
     PART_OF,
+    PODS,
+    POLICIES,
     PORT,
     RENDEZVOUS_PORT,
+    SECRETS,
+    SERVICES,
     SESSION,
     SESSION_ID,
     SPEC_KEY,
     WORKER,
     WORKER_ID,
+    Resource,
     claim_name,
     label_value,
     object_name,
     pod_name,
+    service_account,
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
@@ -63,7 +74,6 @@ LIFELINE = 600.0
 """Seconds without a gateway's call, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
 _SPEC_FOLDER = "/run/tandem/spec"
-_TERMINATION_LOG = "/dev/termination-log"
 _SCRATCH = "/tmp"
 _DEVICES = "devices"
 _PLACEMENT = ("nodeSelector", "nodeName", "affinity", "tolerations", "schedulerName")
@@ -82,7 +92,10 @@ class Home:
     epoch: int
     owner: str = ""
 
-    def metadata(self, name: str, *, labels: Object, annotations: Object) -> Object:
+    def new(
+        self, resource: Resource, name: str, *, labels: Object, annotations: Object, **rest: object
+    ) -> Object:
+        """Return an object. `rest` are its fields besides the metadata."""
         metadata: Object = {
             "name": name,
             "namespace": self.namespace,
@@ -97,7 +110,8 @@ class Home:
                 "uid": self.owner,
             }
             metadata["ownerReferences"] = [owner]
-        return metadata
+        about = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
+        return about | rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,76 +172,51 @@ def render_worker(
         GROUP: label_value(spec.group),
     }
     annotations: Object = {WORKER_ID: spec.worker_id, SESSION_ID: spec.session_id}
-    secret: Object = {
-        "apiVersion": "v1",
-        "kind": "Secret",
-        "metadata": home.metadata(worker, labels=labels, annotations=annotations),
-        "type": "Opaque",
-        "immutable": True,
-        "data": {SPEC_KEY: base64.b64encode(spec.model_dump_json().encode()).decode()},
-    }
+    new = partial(home.new, labels=labels, annotations=annotations)
+    data = base64.b64encode(spec.model_dump_json().encode()).decode()
+    secret = new(SECRETS, worker, type="Opaque", immutable=True, data={SPEC_KEY: data})
     nodes = nodes_of(spec, pool)
     service = policy = None
     if nodes > 1:
-        own_pods: Object = {
-            INSTANCE: home.settings.instance,
-            WORKER: label_value(spec.worker_id),
-        }
-        service = {
-            "apiVersion": "v1",
-            "kind": "Service",
-            "metadata": home.metadata(worker, labels=labels, annotations=annotations),
-            "spec": {
-                "clusterIP": "None",
-                "publishNotReadyAddresses": True,  # ranks meet before the worker is ready
-                "selector": own_pods | {NODE: "0"},
-                "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT, "protocol": "TCP"}],
-            },
-        }
-        policy = _policy(own_pods, home.metadata(worker, labels=labels, annotations=annotations))
-    claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
+        own_pods = {INSTANCE: home.settings.instance, WORKER: label_value(spec.worker_id)}
+        selector = own_pods | {NODE: "0"}
+        service = new(SERVICES, worker, spec=_fixed("service") | {"selector": selector})
+        policy = new(POLICIES, worker, spec=_policy({"podSelector": {"matchLabels": own_pods}}))
     pods = []
     for node in range(nodes):
-        pod: Object = {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": home.metadata(
-                pod_name(spec.worker_id, node),
-                labels=labels | {NODE: str(node)},
-                annotations=annotations,
-            ),
-            "spec": _pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
-        }
+        pod = home.new(
+            PODS,
+            pod_name(spec.worker_id, node),
+            labels=labels | {NODE: str(node)},
+            annotations=annotations,
+            spec=_pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
+        )
         pods.append(merged(_for_placement(template, home.settings), pod))
+    claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
     return WorkerObjects(
         secret=secret, service=service, policy=policy, claims=claims, pods=tuple(pods)
     )
 
 
-def _policy(own_pods: Object, metadata: Object) -> Object:
-    """Allow all ports between one worker's pods, because torch's store, gloo and NCCL use random
-    ones. All other traffic is denied, so the gateway's calls and DNS are allowed as in
-    `k8s/base/network-policies.yaml`, which may be absent."""
-    peers: Object = {"podSelector": {"matchLabels": own_pods}}
-    gateways: Object = {
-        "podSelector": {"matchLabels": {PART_OF: "tandem", COMPONENT: "gateway"}},
-    }
-    name_servers: list[Object] = [
-        {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "kube-system"}}},
-        {"ipBlock": {"cidr": "169.254.20.10/32"}},  # NodeLocal DNSCache
-    ]
-    dns = [{"port": 53, "protocol": protocol} for protocol in ("UDP", "TCP")]
-    return {
-        "apiVersion": "networking.k8s.io/v1",
-        "kind": "NetworkPolicy",
-        "metadata": metadata,
-        "spec": {
-            "podSelector": {"matchLabels": own_pods},
-            "policyTypes": ["Ingress", "Egress"],
-            "ingress": [{"from": [peers]}, {"from": [gateways], "ports": [{"port": PORT}]}],
-            "egress": [{"to": [peers]}, {"to": name_servers, "ports": dns}],
-        },
-    }
+def _fixed(part: str) -> Object:
+    """Return a part of `worker-objects.yaml`."""
+    found: Object = deepcopy(_fixed_parts()[part])
+    return found
+
+
+@cache
+def _fixed_parts() -> Object:
+    text = (files(__package__) / "defaults" / "worker-objects.yaml").read_text()
+    parts: Object = yaml.safe_load(text)
+    return parts
+
+
+def _policy(own_pods: Object) -> Object:
+    """Allow the traffic between one worker's pods."""
+    policy = _fixed("policy") | own_pods
+    policy["ingress"].insert(0, {"from": [own_pods]})
+    policy["egress"].insert(0, {"to": [own_pods]})
+    return policy
 
 
 def check_templates(
@@ -284,16 +273,13 @@ def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[O
         devices["config"] = [{"requests": [_DEVICES], "opaque": opaque}]
     digest = hashlib.sha256(json.dumps(devices, sort_keys=True).encode()).hexdigest()[:16]
     return tuple(
-        {
-            "apiVersion": "resource.k8s.io/v1",
-            "kind": "ResourceClaim",
-            "metadata": home.metadata(
-                claim_name(group, pool=pool, node=node, instance=home.settings.instance),
-                labels={COMPONENT: "claim", GROUP: label_value(group)},
-                annotations={GROUP_SPEC: digest},
-            ),
-            "spec": {"devices": devices},
-        }
+        home.new(
+            CLAIMS,
+            claim_name(group, pool=pool, node=node, instance=home.settings.instance),
+            labels={COMPONENT: "claim", GROUP: label_value(group)},
+            annotations={GROUP_SPEC: digest},
+            spec={"devices": devices},
+        )
         for node in range(pool.nodes)
     )
 
@@ -324,11 +310,6 @@ def _user() -> int:
     """Return the workers' user: the gateway's own, which alone can read the data directory. A
     gateway that runs as root uses the images' user."""
     return os.getuid() or _USER_OF_IMAGES
-
-
-def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
-    """Return the account of a kind of workers, which do not get its token."""
-    return f"{settings.instance}-{kind}"
 
 
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
@@ -377,53 +358,21 @@ def _pod_spec(
         environment |= compile_caches(home.volume)
     if node:
         environment["TANDEM_NODE_RANK"] = str(node)
-    container: Object = {
-        "name": CONTAINER,
+    memory = {"memory": str(resources.memory), "ephemeral-storage": str(resources.ephemeral)}
+    container = _fixed("container") | {
         "image": _image(spec.kind, settings),
         "command": ["python", "-m", module],
-        "args": ["--spec-file", f"{_SPEC_FOLDER}/{SPEC_KEY}", "--report-file", _TERMINATION_LOG],
         "env": [{"name": key, "value": value} for key, value in environment.items()],
-        "ports": [
-            {"name": "grpc", "containerPort": PORT, "protocol": "TCP"},
-            {"name": "metrics", "containerPort": METRICS_PORT, "protocol": "TCP"},
-        ],
-        "resources": {
-            "requests": {
-                "cpu": resources.cpu,
-                "memory": str(resources.memory),
-                "ephemeral-storage": str(resources.ephemeral),
-            },
-            "limits": {
-                "memory": str(resources.memory),
-                "ephemeral-storage": str(resources.ephemeral),
-            },
-        },
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "capabilities": {"drop": ["ALL"]},
-            "readOnlyRootFilesystem": True,
-        },
-        "terminationMessagePath": _TERMINATION_LOG,
-        "terminationMessagePolicy": "File",
+        "resources": {"requests": {"cpu": resources.cpu} | memory, "limits": memory},
         "volumeMounts": mounts,
     }
-    pod: Object = {
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "restartPolicy": "Never",
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _user(),
-            "runAsGroup": _user(),
-            "fsGroup": _user(),
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+    pod = _fixed("pod") | {
         "serviceAccountName": service_account(spec.kind, settings),
         "terminationGracePeriodSeconds": math.ceil(spec.stop_timeout),
         "containers": [container],
         "volumes": volumes,
     }
+    pod["securityContext"] |= dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), _user())
     if pool.has_claims:
         name = claim_name(spec.group, pool=pool, node=node, instance=settings.instance)
         pod["resourceClaims"] = [{"name": _DEVICES, "resourceClaimName": name}]

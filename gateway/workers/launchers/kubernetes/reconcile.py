@@ -12,19 +12,22 @@ from contextlib import suppress
 from functools import partial
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers.kubernetes.api import (
+from gateway.workers.launchers.kubernetes.api import Api, Refused
+from gateway.workers.launchers.kubernetes.claims import Claims
+from gateway.workers.launchers.kubernetes.maker import WorkerMaker
+from gateway.workers.launchers.kubernetes.names import (
     CLAIMS,
+    CONTAINER,
     EVENTS,
+    GROUP,
+    INSTANCE,
     PODS,
     POLICIES,
     SECRETS,
     SERVICES,
-    Api,
-    Refused,
+    WORKER,
+    pool_name,
 )
-from gateway.workers.launchers.kubernetes.claims import Claims
-from gateway.workers.launchers.kubernetes.maker import WorkerMaker
-from gateway.workers.launchers.kubernetes.names import CONTAINER, GROUP, INSTANCE, WORKER, pool_name
 from gateway.workers.launchers.kubernetes.objects import WorkerObjects
 from gateway.workers.launchers.kubernetes.observed import Claim, Event, Observed, Pod
 from gateway.workers.launchers.kubernetes.pods import told_by_events

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.workers.launchers.kubernetes.api import PODS, Api, Refused
+from gateway.workers.launchers.kubernetes.api import Api, Refused
+from gateway.workers.launchers.kubernetes.names import PODS
 from tandem.errors import describe
 from tandem.telemetry import get_log
 

@@ -11,15 +11,15 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TypeAlias
 
-from gateway.workers.launchers.kubernetes.api import (
+from gateway.workers.launchers.kubernetes.api import Api, Refused, Unanswered
+from gateway.workers.launchers.kubernetes.names import (
     CLAIMS,
+    GROUP,
+    INSTANCE,
     PODS,
-    Api,
-    Refused,
+    WORKER,
     Resource,
-    Unanswered,
 )
-from gateway.workers.launchers.kubernetes.names import GROUP, INSTANCE, WORKER
 from gateway.workers.launchers.kubernetes.observed import Claim, Observed, Pod
 from gateway.workers.launchers.kubernetes.templates import Object
 from gateway.workers.launchers.kubernetes.view import View

@@ -15,11 +15,11 @@ from gateway.workers.launchers.kubernetes.api import (
     Api,
     ApiFault,
     Refused,
-    Resource,
     Unanswered,
     WatchEvent,
     jittered,
 )
+from gateway.workers.launchers.kubernetes.names import Resource
 from gateway.workers.launchers.kubernetes.observed import Observed
 from gateway.workers.launchers.kubernetes.templates import Object
 from tandem.telemetry import get_log
