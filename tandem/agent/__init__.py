@@ -9,8 +9,7 @@
   `process_identity` distinguishes processes of one number. `scratch` removes temporary files.
 - `host`: describes cores, memory and accelerators. `environment`: the variables that workers
   inherit.
-- `supervised_process`: the agent or gateway of a stack. `exits`: why a process ended.
-- `check`: a container's health check.
+- `exits`: why a process ended. `check`: a container's health check.
 
 A stack runs an agent beside its gateway. `tandem agent` starts one by hand. The agent imports no
 torch, vLLM or web framework. It holds every worker's lifeline, so its end ends its workers. To add

@@ -9,11 +9,12 @@ from typing import Annotated, Literal
 
 import typer
 
-from tandem.agent.host import this_host, usual_ranks
+from tandem.agent.host import this_host
 from tandem.cli.context import err, out, read_settings
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
 from tandem.stack import Endpoint
+from tandem.stack.host_summary import usual_ranks
 
 LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
 """Negative advantages need the clipped ratio. Without it, a step's 48 updates reduce the

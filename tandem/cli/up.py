@@ -16,7 +16,7 @@ import httpx
 import typer
 
 from tandem.agent.environment import inherited
-from tandem.agent.host import describe_found, this_host
+from tandem.agent.host import this_host
 from tandem.cli.context import (
     DataDir,
     JsonFlag,
@@ -30,6 +30,7 @@ from tandem.cli.context import (
 from tandem.protocol.own_machine import follows_proxy
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Stack
+from tandem.stack.host_summary import describe_found
 
 
 def up(

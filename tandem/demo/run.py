@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tandem import __version__
-from tandem.agent.host import describe_found, this_host
+from tandem.agent.host import this_host
 from tandem.demo.configuration import DemoConfiguration
 from tandem.demo.reinforcement import Loop, StepResult
 from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
@@ -27,6 +27,7 @@ from tandem.errors import WorkerStartFailed
 from tandem.protocol.own_machine import is_own_machine, without_proxies
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Endpoint, Stack
+from tandem.stack.host_summary import describe_found
 
 if TYPE_CHECKING:
     import tinker

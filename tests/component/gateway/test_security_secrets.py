@@ -13,9 +13,9 @@ import httpx
 import pytest
 
 from tandem.agent.launcher import ProcessLauncher
-from tandem.agent.supervised_process import _private
 from tandem.protocol.worker import WorkerSpec
 from tandem.stack import read_endpoint
+from tandem.stack.supervised_process import _private
 from tandem.telemetry import configure_logging, get_log, without_credentials
 from tests.support.gateway.access_world import World
 from tests.support.gateway.running import forward_backward_bytes, running_gateway

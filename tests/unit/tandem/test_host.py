@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.agent import host
-from tandem.agent.host import Accelerator, Host, describe_found, usual_ranks
+from tandem.agent.host import Accelerator, Host
 from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
+from tandem.stack.host_summary import describe_found, usual_ranks
 from tests.support.fake_nvml import pynvml
 
 GPUS = ("GPU-11aa-1", "GPU-11aa-2", "GPU-22bb-3")

@@ -7,8 +7,8 @@ import pytest
 
 from tandem.agent import process_identity
 from tandem.agent.process_identity import process_start
-from tandem.agent.supervised_process import SupervisedProcess
 from tandem.stack import ENDPOINT_NAME, Endpoint, Stack, read_endpoint
+from tandem.stack.supervised_process import SupervisedProcess
 from tests.support.waiting import wait_until
 
 

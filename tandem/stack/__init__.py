@@ -1,5 +1,7 @@
 """A gateway and its agent as supervised child processes, for `tandem up`, `tandem demo`, tests and
-benchmarks."""
+benchmarks.
+
+`supervised_process` is one of the two, and `host_summary` tells people what their trainers find."""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tandem.agent.environment import inherited
 from tandem.agent.process_identity import process_start
-from tandem.agent.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 from tandem.errors import InvalidRequest, ServerError, WorkerStartFailed, unusable_directory
 from tandem.protocol.own_machine import http_client
 from tandem.settings.gateway import GatewaySettings
+from tandem.stack.supervised_process import MOST_ENDS_WITHIN, SupervisedProcess
 
 ENDPOINT_NAME = "gateway.json"
 SENTENCE = "tandem gateway: "
