@@ -1,5 +1,6 @@
 """Programs of the command line that need the gateway's code, but no running gateway.
 
-`backup` saves and restores a data directory's database, `offline_keys` manages its keys, and
-`doctor` checks this machine, a cluster or a volume. The command line starts each as `python -m`,
-because it does not import the gateway. `request` reads the request and writes the answer."""
+`backup` saves and restores a data directory's database, `offline_keys` manages its keys, `doctor`
+checks this machine, a cluster or a volume, and `pod_resources` computes the requests of pods. The
+command line starts each as `python -m`, because it does not import the gateway. `request` reads the
+request and writes the answer."""

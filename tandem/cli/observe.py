@@ -111,7 +111,7 @@ def _as_variable(value: object) -> str:
 
 
 def _show_resources(model: Path, *, as_json: bool) -> None:
-    module = "gateway.workers.launchers.kubernetes.resources"
+    module = "gateway.admin.pod_resources"
     answer = run_offline(module, resolve_data_dir(None), {"model": str(model.resolve())})
     end_if_json(as_json, answer)
     rows = answer["rows"]

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.admin.pod_resources import table
 from gateway.workers.declared_groups import group_of_claim, groups_of
-from gateway.workers.launchers.kubernetes.resources import pod_request, resources_of, table
+from gateway.workers.launchers.kubernetes.resources import pod_request, resources_of
 from gateway.workers.model_sizes import known_size, read_ahead, read_size
 from gateway.workers.needs import Needs, engine_needs, trainer_needs
 from gateway.workers.request_maker import RequestMaker

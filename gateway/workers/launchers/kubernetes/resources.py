@@ -5,25 +5,15 @@ pod must be able to sleep. `tandem.host_memory` and `tandem.sampler_host_memory`
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from gateway.workers.declared_groups import group_of_claim
-from gateway.workers.model_sizes import read_size
 from gateway.workers.needs import Needs
-from gateway.workers.request_maker import RequestMaker
 from gateway.workers.requests import WorkerRequest
-from gateway.workers.run_options import default_options
-from tandem.errors import TandemError
-from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerSpec
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings
 from tandem.settings.gateway import GatewaySettings
-from tandem.settings.workers import SamplerSettings
 
 _MIB, _GIB = 2**20, 2**30
 
@@ -77,70 +67,3 @@ def _shared_memory(ranks: int) -> int:
 def _cores(count: float) -> str:
     """Examples: "4", "500m"."""
     return f"{math.ceil(count * 1000)}m" if count % 1 else str(int(count))
-
-
-# --- `tandem config --resources` ------------------------------------------------------------------
-
-
-def table(path: Path, settings: GatewaySettings) -> list[dict[str, object]]:
-    """Return the requests of a model's default workers in each pool. Without pools, assume one
-    without devices. Raises `InvalidRequest`."""
-    read_size(path)
-    rows: list[dict[str, object]] = []
-    default = ClaimPoolSettings(name="cpu", roles=["trainer", "sampler"])
-    for pool in settings.claim_pools or [default]:
-        for about, spec in _examples(path, settings, pool):
-            if spec.kind in pool.roles:
-                resources = resources_of(spec, pool=pool, settings=settings)
-                rows.append({"pool": pool.name, "worker": about, **asdict(resources)})
-    return rows
-
-
-def _examples(
-    path: Path, settings: GatewaySettings, pool: ClaimPoolSettings
-) -> Iterator[tuple[str, WorkerSpec]]:
-    options, group = default_options(settings), group_of_claim(pool, 0)
-    maker = RequestMaker(
-        settings=settings, groups=lambda: (group,), prepare=partial(pod_request, pools=[pool])
-    )
-    about: dict[str, str] = {"key": "", "owner": "", "session": "", "model": str(path)}
-    spec = WorkerSpec(
-        worker_id="",
-        kind="trainer",
-        secret="",
-        model_name=path.name,
-        model_path=str(path),
-        session_id="",
-        trainer=options.trainer_settings(settings),
-    )
-    lora = LoraSpec()
-    ranks = f"{options.ranks} rank{'' if options.ranks == 1 else 's'}"
-    for trained, training in (
-        ("all parameters", TrainingSpec()),
-        (f"adapters of rank {lora.rank}", TrainingSpec(lora=lora)),
-    ):
-        request = maker.trainer(**about, options=options, training=training, engines=())
-        memory = {"host_memory": request.host_bytes}
-        yield f"trainer with {ranks}, of {trained}", spec.model_copy(update=memory)
-    request = maker.engine(**about, sampler="", options=options, max_lora_rank=0)
-    sampler: dict[str, object] = {
-        "kind": "sampler",
-        "trainer": None,
-        "sampler": SamplerSettings.of(settings.sampler),
-        "host_memory": request.host_bytes,
-    }
-    yield "sampler", spec.model_copy(update=sampler)
-
-
-def main() -> int:
-    asked = json.loads(sys.stdin.buffer.read())
-    try:
-        answer: dict[str, object] = {"rows": table(Path(asked["model"]), GatewaySettings())}
-    except TandemError as error:
-        answer = {"error": error.message}
-    sys.stdout.write(json.dumps(answer))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
