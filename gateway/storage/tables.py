@@ -319,9 +319,7 @@ usage = Table(
     Column("hour", BigInteger, primary_key=True, autoincrement=False),  # seconds since 1970
     Column("event", String(32), primary_key=True),
     Column("subject", String(100), primary_key=True),  # a run or a sampling session
-    Column(
-        "run_id", String(100), nullable=False, default=""
-    ),  # the run that trained the sampled weights
+    Column("run_id", String(100), nullable=False, default=""),  # it trained the sampled weights
     Column("session_id", String(64), nullable=False),
     # The session's project. It is written when the session's row is deleted.
     Column("project_id", String(200), nullable=False, default=""),
