@@ -96,7 +96,9 @@ def parse_structured_output(message: sampler_pb2.StructuredOutput) -> Grammar | 
 def _check_size(name: str, text: str, *, limit: int) -> None:
     size = len(text.encode())
     if size > limit:
-        raise StructuredOutputInvalid(f"{name} has {size} bytes; at most {limit} are possible")
+        raise StructuredOutputInvalid(
+            f"{name} has {size} bytes; at most {limit} are possible, so shorten it"
+        )
 
 
 # --- Compiling ---------------------------------------------------------------------------

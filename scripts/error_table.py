@@ -108,7 +108,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "encoded text alone",
     errors.CustomLossInvalid: "the session has another custom loss with the number 2; give each "
     "its own custom_loss_seq_id",
-    errors.StructuredOutputInvalid: "regex has 20000 bytes; at most 16384 are possible",
+    errors.StructuredOutputInvalid: "regex has 20000 bytes; at most 16384 are possible, so "
+    "shorten it",
     errors.UnsuitableLora: "lora_config trains nothing; set one of train_attn, train_mlp and "
     "train_unembed",
     errors.UnsupportedByBackend: "the trainer backend Mine cannot publish adapters; create the run "
@@ -155,7 +156,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     "as the kernel does when memory runs out",
     EngineStarting: "the sampler is starting; it goes on, so retry a little later",
     errors.WorkerDied: "the trainer died 3 times at operation 7, a forward_backward: rank 0 was "
-    "killed by SIGKILL",
+    "killed by SIGKILL; create the run again, from a checkpoint if there is one",
     errors.OperationTimedOut: "the trainer did not end the operation within 1800 s "
     "(TANDEM_OPERATION_TIMEOUT); send smaller batches, or raise the setting",
     errors.OutOfMemory: "a micro-batch of 32768 tokens ran out of memory and cannot be divided. "
