@@ -11,8 +11,8 @@ with the `needs` of the model. `declared_groups` reads the groups from the setti
 answers questions about an overview, and `worker_metrics` counts.
 
 `processes` are the running workers. `launchers` start and stop them. `trainer_adapter` and
-`engine_adapter` carry steps to them. `heartbeats` finds silent ones. `clients` and `sampler_client`
-make the gRPC calls, which carry the gateway's `epoch`.
+`engine_adapter` carry steps to them. `clients` and `sampler_client` make the gRPC calls, which
+carry the gateway's `epoch`.
 
 To add a kind of worker, derive it from `WorkerAdapter` and add the kind to `requests.Kind`. To add
 a call, add the RPC to `protos/` and a method to the client."""

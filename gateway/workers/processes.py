@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -19,11 +20,13 @@ import grpc.aio
 
 from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
-from gateway.workers.heartbeats import Heartbeats, heartbeat_seconds
 from gateway.workers.launchers.base import Launcher, Launchers
 from gateway.workers.worker import Worker, WorkerRecord
 from tandem.errors import GatewaySuperseded, WorkerCrashed, WorkerStartFailed, describe
 from tandem.protocol.worker import (
+    PROTOCOL,
+    PROTOCOL_METADATA_KEY,
+    VERSION_METADATA_KEY,
     WORKER_STOP_TIMEOUT,
     WorkerExit,
     WorkerHandle,
@@ -35,6 +38,10 @@ from tandem.protocol.worker_health import wait_until_serving
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
+MOST_SECONDS = 5.0
+"""The most seconds between heartbeats."""
+_ASKED_BEFORE = 5
+"""Heartbeats of a silent worker before it is given up."""
 _LOOK_SECONDS = 0.5
 """Seconds between two looks at the launcher."""
 _STOP_AGAIN_SECONDS = 5.0
@@ -87,15 +94,9 @@ class Processes:
         self._left = {handle.worker_id: handle for handles in found for handle in handles}
         self._may_run.update(self._left)
         await asyncio.gather(*(self._claim(each) for each in self._left.values()))
-        heartbeats = Heartbeats(
-            settings=self.settings,
-            records=self._records,
-            give_up=self.fail,
-            changed=reports.poke,
-        )
         self._tasks = [
             *(asyncio.create_task(self._note_exits(each), name="worker-exits") for each in exits),
-            asyncio.create_task(heartbeats.ask_all(), name="worker-heartbeats"),
+            asyncio.create_task(self._ask_heartbeats(), name="worker-heartbeats"),
             *(asyncio.create_task(self._watch(each), name="worker-launcher") for each in launchers),
         ]
 
@@ -229,7 +230,6 @@ class Processes:
 
     def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
         record.worker = worker
-        record.state = "ready"
         return worker
 
     async def _claim(self, handle: WorkerHandle) -> None:
@@ -237,11 +237,66 @@ class Processes:
         worker = Worker.of(handle, self.epoch)
         try:
             with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
-                await worker.check_health(timeout=2 * heartbeat_seconds(self.settings))
+                await worker.check_health(timeout=2 * self._heartbeat_seconds)
         finally:
             await worker.channel.close()
 
     # --- Watching -----------------------------------------------------------------------------
+
+    @property
+    def _heartbeat_seconds(self) -> float:
+        """Seconds between heartbeats. A worker silent for twice that is shown as unresponsive."""
+        return min(MOST_SECONDS, self.settings.worker_unresponsive_timeout / _ASKED_BEFORE)
+
+    async def _ask_heartbeats(self) -> None:
+        """Ask all workers again and again. Note each silent worker."""
+        while True:
+            await asyncio.sleep(self._heartbeat_seconds)
+            ready = [(r, r.worker) for r in self._records.values() if r.worker is not None]
+            asked = (self._ask_heartbeat(record, worker) for record, worker in ready)
+            for fault in await asyncio.gather(*asked, return_exceptions=True):
+                if isinstance(fault, Exception):  # its channel was closed
+                    self._log.error("heartbeat_failed", exc_info=fault)
+
+    async def _ask_heartbeat(self, record: WorkerRecord, worker: Worker) -> None:
+        asked_at, answers = time.monotonic(), True
+        try:
+            about = await worker.check_health(timeout=2 * self._heartbeat_seconds)
+            self._note_version(record, worker, about)
+        except grpc.aio.AioRpcError as error:  # any other error is an answer or the worker's end
+            answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
+        if answers == (worker.silent_since is None):
+            return
+        worker.silent_since = None if answers else asked_at
+        self._reports.poke()
+        self._log.warning(
+            "worker_answers_again" if answers else "worker_unresponsive",
+            worker_id=worker.worker_id,
+            session_id=record.session_id,
+            run_id=record.run_id,
+        )
+
+    def _note_version(self, record: WorkerRecord, worker: Worker, about: dict[str, str]) -> None:
+        """Log a worker of another version, and give up one with another protocol, since its
+        replacement runs today's image."""
+        if record.version or VERSION_METADATA_KEY not in about:
+            return
+        record.version = about[VERSION_METADATA_KEY]
+        protocol = about[PROTOCOL_METADATA_KEY]
+        if record.version != own_version():
+            self._log.warning(
+                "worker_of_another_version",
+                worker_id=record.worker_id,
+                version=record.version,
+                protocol=protocol,
+                own_version=own_version(),
+            )
+        if protocol != str(PROTOCOL):
+            self.fail(
+                worker,
+                f"the {record.kind} has Tandem {record.version}, whose protocol is {protocol}, and "
+                f"that of the gateway is {PROTOCOL}",
+            )
 
     async def _note_exits(self, exits: AsyncIterator[WorkerExit]) -> None:
         async for exit_ in exits:

@@ -81,18 +81,24 @@ class Worker:
 class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
-    `key` names its row. `state` is "starting", "ready" or, while silent, "unresponsive". `worker`
-    is set when ready, `version` by the first heartbeat. `ended` has an earlier end."""
+    `key` names its row. `worker` is set when ready, `version` by the first heartbeat. `ended` has
+    an earlier end."""
 
     worker_id: str
     kind: WorkerKind
     session_id: str
     run_id: str
     key: str
-    state: str = "starting"
     started_at: float = field(default_factory=time.time)
     ended: asyncio.Future[WorkerExit] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     worker: Worker | None = None
     version: str = ""
+
+    @property
+    def state(self) -> str:
+        """Return "starting", "ready" or, while silent, "unresponsive"."""
+        if self.worker is None:
+            return "starting"
+        return "ready" if self.worker.silent_since is None else "unresponsive"

@@ -74,6 +74,6 @@ def heartbeats_in_virtual_time() -> Iterator[None]:
     clock = SimpleNamespace(monotonic=now, time=time.time)
     with (
         patch("gateway.workers.worker.time", clock),
-        patch("gateway.workers.heartbeats.time", clock),
+        patch("gateway.workers.processes.time", clock),
     ):
         yield

@@ -24,7 +24,7 @@ _PLACES = {
     "log_max_bytes": "gateway.housekeeping.LOG_MAX_BYTES",
     "log_ttl": "gateway.housekeeping.LOG_TTL",
     "long_poll": "gateway.api.tinker.futures.LONG_POLL",
-    "worker_heartbeat": "gateway.workers.heartbeats.MOST_SECONDS",
+    "worker_heartbeat": "gateway.workers.processes.MOST_SECONDS",
     "worker_stop_timeout": "gateway.core.WORKER_STOP_TIMEOUT",
     "recovery.replay": "gateway.runs.recovery.replay_log.REPLAY_SECONDS",
     "recovery.log_bytes": "gateway.runs.recovery.replay_log.LOG_BYTES",
