@@ -203,17 +203,10 @@ class WorkerTable:
 
 
 def _values_of(row: WorkerRow) -> dict[str, Any]:
-    return {
-        "key": row.key,
-        "kind": row.kind,
-        "owner": row.owner,
-        "session_id": row.session,
+    return _described(row) | {
         "request": row.request.to_json(),
-        "group_name": row.group,
-        "state": row.state,
         "token": row.token,
         "process": row.process,
-        "reason": row.reason,
         "since": row.since,
         "holders": list(row.holders),
         "ends_as": row.ends_as,
@@ -221,31 +214,28 @@ def _values_of(row: WorkerRow) -> dict[str, Any]:
     }
 
 
-def _row_of(row: RowMapping) -> WorkerRow:
-    return WorkerRow(
-        request=WorkerRequest.from_json(row["request"]),
-        group=row["group_name"],
-        state=row["state"],
-        token=row["token"],
-        process=row["process"],
-        reason=row["reason"],
-        since=row["since"],
-        holders=tuple(row["holders"]),
-        ends_as=row["ends_as"],
-        overtaken=row["overtaken"],
-    )
-
-
 def _values_of_event(event: WorkerEvent) -> dict[str, Any]:
-    row = event.row
+    return _described(event.row) | {"at": event.row.since, "busy_seconds": event.busy_seconds}
+
+
+def _described(row: WorkerRow) -> dict[str, Any]:
+    """Return the columns that a row and its events have."""
     return {
-        "at": row.since,
         "key": row.key,
         "kind": row.kind,
         "owner": row.owner,
         "session_id": row.session,
         "group_name": row.group,
         "state": row.state,
-        "busy_seconds": event.busy_seconds,
         "reason": row.reason,
     }
+
+
+def _row_of(row: RowMapping) -> WorkerRow:
+    alike = ("state", "token", "process", "reason", "since", "ends_as", "overtaken")
+    return WorkerRow(
+        request=WorkerRequest.from_json(row["request"]),
+        group=row["group_name"],
+        holders=tuple(row["holders"]),
+        **{name: row[name] for name in alike},
+    )
