@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import grpc
 import grpc.aio
 
 from gateway.metrics import Metrics
@@ -79,6 +80,8 @@ class Processes:
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
         self._left: dict[str, WorkerHandle] = {}
+        self._loading: set[str] = set()
+        """Processes of an earlier gateway that did not serve when they were found."""
         self._may_run: set[str] = set()
         """Processes without a known end, also of an earlier gateway."""
         self._tasks: list[asyncio.Task[None]] = []
@@ -159,8 +162,8 @@ class Processes:
         return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
 
     async def take_up(self, process: str, *, key: str, lease: int, timeout: float) -> Worker | None:
-        """Return a process of an earlier gateway once it serves, or None if there is none. Raises
-        `WorkerStartFailed` if it does not serve within `timeout` seconds, or `WorkerMayRun`."""
+        """Return a process of an earlier gateway, or None if there is none. A loading one has
+        `timeout` seconds until it serves. Raises `WorkerStartFailed` or `WorkerMayRun`."""
         record = self._records.get(process)
         if record is not None and record.worker is not None:
             record.worker.lease = lease
@@ -170,11 +173,13 @@ class Processes:
             await self.stop(process, at_once=True)
             return None
         record = self._add_record(handle, key)
-        try:
-            await _until_serving(record, handle, timeout=timeout)
-        except BaseException:
-            self._records.pop(process, None)
-            raise
+        if process in self._loading:
+            try:
+                await _until_serving(record, handle, timeout=timeout)
+            except BaseException:
+                self._records.pop(process, None)
+                raise
+            self._loading.discard(process)
         self._left.pop(process, None)
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
         worker = Worker.of(handle, self.epoch, lease=lease)
@@ -236,8 +241,9 @@ class Processes:
         """Send a process this gateway's epoch, so that it refuses earlier gateways."""
         worker = Worker.of(handle, self.epoch)
         try:
-            with suppress(grpc.aio.AioRpcError, GatewaySuperseded):
-                await worker.check_health(timeout=2 * self._heartbeat_seconds)
+            with suppress(GatewaySuperseded):
+                if await worker.is_loading(timeout=2 * self._heartbeat_seconds):
+                    self._loading.add(handle.worker_id)
         finally:
             await worker.channel.close()
 

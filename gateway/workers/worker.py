@@ -76,6 +76,18 @@ class Worker:
             raise
         return {key: str(value) for key, value in await call.trailing_metadata() or ()}
 
+    async def is_loading(self, *, timeout: float) -> bool:
+        """Return whether the worker answers that it does not serve yet. Raises
+        `GatewaySuperseded`."""
+        request, status = health_pb2.HealthCheckRequest(), health_pb2.HealthCheckResponse
+        check = health_pb2_grpc.HealthStub(self.channel).Check
+        try:
+            reply = await check(request, metadata=self.metadata, timeout=timeout)
+        except grpc.aio.AioRpcError as error:  # its next call decides
+            self.epoch.raise_if_superseded(error)
+            return False
+        return bool(reply.status == status.NOT_SERVING)
+
 
 @dataclass
 class WorkerRecord:

@@ -139,7 +139,7 @@ class ModelChannel:
             if self._worker is None:
                 raise broken()
             await self._misfortune.delay(3.0)
-            await self._worker.serving.wait()
+            await (asyncio.Event() if self._worker.frozen else self._worker.serving).wait()
             yield health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
 
         return watch

@@ -113,7 +113,8 @@ class ModelWorker:
             task.cancel()
 
     async def Check(self, request):
-        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+        status = health_pb2.HealthCheckResponse
+        return status(status=status.SERVING if self.serving.is_set() else status.NOT_SERVING)
 
 
 class ModelSampler(ModelWorker):
