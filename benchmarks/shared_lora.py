@@ -3,7 +3,7 @@
 Both ways take turns on new stacks. For each number of runs, it measures the creation of the first
 run and of each further one, and then all workers' memory and the steps per second of all runs at
 once. Then it measures one session of the base model, and many at once, each with one sample. The
-start of their engine is included."""
+start of their engine is included. CPU seconds tell more than seconds on a busy machine."""
 
 from __future__ import annotations
 
@@ -47,6 +47,14 @@ def _memory(processes: Sequence[psutil.Process]) -> int:
     """Return the bytes of processes and their children. Shared pages count once."""
     family = {each for one in processes for each in (one, *one.children(recursive=True))}
     return sum(each.memory_full_info().pss for each in family)
+
+
+def _cpu_seconds(stack: Stack) -> float:
+    """Return the CPU time of this process, its children and all workers."""
+    found = (psutil.Process(), *_workers(stack))
+    family = {each for one in found for each in (one, *one.children(recursive=True))}
+    times = [each.cpu_times() for each in family]
+    return sum(each.user + each.system for each in times)
 
 
 def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dict[str, object]:
@@ -97,14 +105,18 @@ def sample_base(model: Path, *, sessions: int, tokens: int) -> dict[str, object]
         stack = open_until_the_end.enter_context(Stack(data_dir=Path(folder), settings=_SETTINGS))
         stack.add_model(name=MODEL, path=model)
         url, key = stack.endpoint.url, stack.endpoint.api_key
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), _cpu_seconds(stack)
         clients = [tinker.ServiceClient(base_url=url, api_key=key) for _ in range(sessions)]
         for client in clients:
             open_until_the_end.enter_context(client)
         with ThreadPoolExecutor(sessions) as pool:
             list(pool.map(sample, clients))
         seconds = time.perf_counter() - began
-        return {"seconds": round(seconds, 2), "workers": len(_workers(stack))}
+        return {
+            "seconds": round(seconds, 2),
+            "cpu_seconds": round(_cpu_seconds(stack) - cpu_began, 2),
+            "workers": len(_workers(stack)),
+        }
 
 
 def main() -> None:
