@@ -4,7 +4,7 @@ path, or a training run's id for its newest weights for sampling."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from gateway.api.openai.schemas import Model
@@ -66,24 +66,20 @@ class ModelDirectory:
         first."""
         saved, _total = await self._checkpoints.of_owner(caller.owner, limit=_MAX_LISTED, offset=0)
         return [
-            *(self._base_model(entry) for entry in self._models.all()),
+            *(self._model(entry.name, created=entry.added_at) for entry in self._models.all()),
             *(self._saved(c) for c in saved if c.path.kind == "sampler_weights"),
         ]
 
     async def one(self, name: str, caller: Caller) -> Model:
         """Return one model. Raises as `resolve`."""
         async with self.resolve(name, caller) as target:
-            if not target.version.run_id:
-                return self._base_model(target.model)
+            model, version = target.model, target.version
+            if not version.run_id:
+                return self._model(model.name, created=model.added_at)
             if name.startswith(_SCHEME):
                 return self._saved(await self._checkpoints.get(name, readers=Readers((caller,))))
-            return _model(
-                name=name,
-                base_model=target.model.name,
-                owner=(await self._checkpoints.origin(name)).owner,
-                created=target.version.created_at,
-                max_length=self._models.context_length(target.model),
-            )
+            owner = (await self._checkpoints.origin(name)).owner
+            return self._model(name, of=model.name, owner=owner, created=version.created_at)
 
     async def _newest(self, run_id: str, caller: Caller) -> WeightVersion:
         origin = await self._checkpoints.origin(run_id)
@@ -108,36 +104,22 @@ class ModelDirectory:
         model = self._models.get(version.base_model)
         return SamplingTarget(model=model, version=version, rank=rank)
 
-    def _base_model(self, entry: BaseModelEntry) -> Model:
-        length = self._models.context_length(entry)
-        return _model(name=entry.name, created=entry.added_at, max_length=length)
-
-    def _saved(self, checkpoint: Checkpoint) -> Model:
-        lengths = {each.name: self._models.context_length(each) for each in self._models.all()}
-        return _model(
-            name=str(checkpoint.path),
-            base_model=checkpoint.base_model,
-            owner=checkpoint.owner,
-            created=checkpoint.created_at,
-            max_length=lengths.get(checkpoint.base_model),
+    def _saved(self, saved: Checkpoint) -> Model:
+        return self._model(
+            str(saved.path), of=saved.base_model, owner=saved.owner, created=saved.created_at
         )
 
-
-def _model(
-    *,
-    name: str,
-    base_model: str | None = None,
-    owner: str = "tandem",
-    created: float,
-    max_length: int | None,
-) -> Model:
-    """`created` is in seconds since 1970, `max_length` in tokens."""
-    return Model(
-        id=name,
-        object="model",
-        created=int(created),
-        owned_by=owner,
-        root=base_model or name,
-        parent=base_model,
-        max_model_len=max_length,
-    )
+    def _model(self, name: str, *, of: str = "", owner: str = "tandem", created: float) -> Model:
+        """`of` is the base model of weights, `created` in seconds since 1970."""
+        length = None
+        with suppress(UnknownModel):  # it may have been removed
+            length = self._models.context_length(self._models.get(of or name))
+        return Model(
+            id=name,
+            object="model",
+            created=int(created),
+            owned_by=owner,
+            root=of or name,
+            parent=of or None,
+            max_model_len=length,
+        )
