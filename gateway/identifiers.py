@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -147,6 +148,7 @@ def new_state_folder(*, run_id: str, name: str, suffix: str = "") -> str:
     return f"checkpoints/{run_folder_name(run_id)}/{name}-{suffix or secrets.token_hex(4)}"
 
 
+@lru_cache(1024)  # every sample asks for it
 def relative_version_folder(name: str) -> str:
     """Return a weight version's folder, relative to the data directory:
     `weights/s-ab12_train_0/v000003-9f2c41d0`."""
