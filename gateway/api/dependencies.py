@@ -1,5 +1,4 @@
-"""Dependencies of path operations: the gateway, the caller, the audit note, and the caller's
-things.
+"""Dependencies of path operations: access to the gateway, and the caller's things in the path.
 
 An id of another owner raises the same error as a missing one. Roles are checked earlier
 (`routing.py`)."""
@@ -49,8 +48,8 @@ class AuditNote:
 
 
 class Access:
-    """What a path operation needs of its request: the gateway, the caller, the audit note, and the
-    caller's things by their ids. An admin may access everything."""
+    """A request's gateway, caller and audit note, and the caller's things by their ids. An admin
+    may access everything."""
 
     def __init__(self, request: Request) -> None:
         self.gateway = cast(Gateway, request.app.state.gateway)
