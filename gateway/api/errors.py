@@ -141,5 +141,7 @@ def _advice(request: Request, *, known: str) -> str:
 def _methods_at(request: Request) -> list[str]:
     """Return all methods of the path, since the router only knows those of its first route."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    matching = (each for each in routes if each.matches(request.scope)[0] is not Match.NONE)
-    return sorted({method for route in matching for method in route.methods or ()})
+    matching = (route for route in routes if route.matches(request.scope)[0] is not Match.NONE)
+    first = next(matching)
+    same = (route.methods or set() for route in routes if route.path == first.path)
+    return sorted(set[str]().union(*same))
