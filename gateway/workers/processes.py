@@ -159,7 +159,8 @@ class Processes:
             self._records.pop(spec.worker_id, None)
             raise
         self._log.info("worker_ready", worker_id=spec.worker_id, run_id=spec.run_id)
-        return self._note_ready(record, Worker.of(handle, self.epoch, lease=spec.lease))
+        record.worker = Worker.of(handle, self.epoch, lease=spec.lease)
+        return record.worker
 
     async def take_up(self, process: str, *, key: str, lease: int, timeout: float) -> Worker | None:
         """Return a process of an earlier gateway, or None if there is none. A loading one has
@@ -184,7 +185,8 @@ class Processes:
         self._log.info("worker_taken_up", worker_id=process, run_id=handle.run_id)
         worker = Worker.of(handle, self.epoch, lease=lease)
         worker.left = worker.busy = True
-        return self._note_ready(record, worker)
+        record.worker = worker
+        return worker
 
     async def stop(self, process: str, *, at_once: bool) -> None:
         """Return when nothing is left of a process. Its calls end at once. Raises
@@ -232,10 +234,6 @@ class Processes:
             run_id=about.run_id,
         )
         return record
-
-    def _note_ready(self, record: WorkerRecord, worker: Worker) -> Worker:
-        record.worker = worker
-        return worker
 
     async def _claim(self, handle: WorkerHandle) -> None:
         """Send a process this gateway's epoch, so that it refuses earlier gateways."""
