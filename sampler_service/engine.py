@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sampler_service.structured_output import CompiledGrammar
-from tandem.errors import IllegalTransition, LoadFailed, TandemError
+from tandem.errors import LoadFailed, TandemError
 from tandem.v1 import common_pb2
 
 Float32Array = npt.NDArray[np.float32]
@@ -32,28 +32,13 @@ class WeightsTouched(LoadFailed):
 
 
 class EngineState(Enum):
-    """An engine's state. It samples only while awake. See docs/sharing.md."""
+    """An engine's state. It samples only while awake, and loads from there. See docs/sharing.md."""
 
     AWAKE = "awake"
     LOADING = "loading"
     ASLEEP = "asleep"
     WAKING = "waking"
     FAILED = "failed"
-
-    def move_to(self, new: EngineState) -> EngineState:
-        """Return `new`. Raises `IllegalTransition` if this state does not lead to it."""
-        if new not in _MOVES[self]:
-            raise IllegalTransition(f"a sampler that is {self.value} cannot become {new.value}")
-        return new
-
-
-_MOVES = {
-    EngineState.AWAKE: {EngineState.LOADING, EngineState.ASLEEP, EngineState.FAILED},
-    EngineState.LOADING: {EngineState.AWAKE, EngineState.FAILED},
-    EngineState.ASLEEP: {EngineState.WAKING, EngineState.FAILED},
-    EngineState.WAKING: {EngineState.AWAKE, EngineState.FAILED},
-    EngineState.FAILED: set[EngineState](),
-}
 
 
 class SleepLevel(IntEnum):

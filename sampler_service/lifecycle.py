@@ -207,7 +207,7 @@ class EngineLifecycle:
         self._adapters.clear()
 
     def _move_to(self, state: EngineState) -> None:
-        self.state = self.state.move_to(state)
+        self.state = state
         self._on_state(state)
 
 

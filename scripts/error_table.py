@@ -192,7 +192,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.UnknownSetting: "TANDEM_POTR is unknown; did you mean TANDEM_PORT?",
     errors.WorkerCrashed: "the sampler did not start: the sampler was killed by SIGSEGV",
     errors.WorkerMayRun: "the trainer was killed, and some of its processes have not ended yet",
-    errors.IllegalTransition: "a sampler that is awake cannot become waking",
+    errors.IllegalTransition: "worker trainer-s-ab12-0 is asleep and cannot become starting",
     errors.CannotSleep: "the trainer backend Mine does not know how to sleep",
     errors.SuspendFailed: "resuming the worker took longer than 120 s",
 }

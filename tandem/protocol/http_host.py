@@ -33,16 +33,16 @@ def may_be_site(name: str) -> bool:
     Addresses, names without a dot, `x.localhost` and cluster services are none."""
     if not name:
         return True
-    return "." in name and not name.endswith(_NO_SITES) and _address(name) is None
+    return "." in name and not name.endswith(_NO_SITES) and parse_address(name) is None
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a name or address means only this machine."""
-    address = _address(host)
+    address = parse_address(host)
     return host == "localhost" if address is None else address.is_loopback
 
 
-def _address(name: str) -> IPv4Address | IPv6Address | None:
+def parse_address(name: str) -> IPv4Address | IPv6Address | None:
     try:
         return ip_address(name)
     except ValueError:

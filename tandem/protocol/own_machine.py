@@ -6,7 +6,6 @@ channels in `tandem.protocol.channels`."""
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,8 @@ from urllib.request import getproxies_environment, proxy_bypass
 
 import httpx
 import psutil
+
+from tandem.protocol.http_host import parse_address
 
 
 def http_client(
@@ -33,9 +34,8 @@ def is_own_machine(url: str) -> bool:
     host = httpx.URL(url).host.rstrip(".").lower()
     if host in ("localhost", socket.gethostname().lower()) or host.endswith(".localhost"):
         return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    address = parse_address(host)
+    if address is None:
         return False
     return address.is_loopback or address.is_unspecified or str(address) in _own_addresses()
 

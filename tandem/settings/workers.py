@@ -5,7 +5,7 @@ to change the fields that only `TrainerSettings` or `SamplerSettings` has."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -51,14 +51,18 @@ class TrainerEnvironment(_TrainerFields, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_TRAINER_")
 
 
-class TrainerSettings(_TrainerFields):
-    """Settings of one trainer. They come from the gateway, not from the environment."""
+class _OfOneWorker(BaseModel):
+    """Settings that come from the gateway, not from the environment."""
 
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
-    def of(cls, environment: TrainerEnvironment, **more: object) -> TrainerSettings:
+    def of(cls, environment: BaseSettings, **more: object) -> Self:
         return cls.model_validate(environment.model_dump(exclude_unset=True) | more)
+
+
+class TrainerSettings(_OfOneWorker, _TrainerFields):
+    """Settings of one trainer."""
 
     operation_timeout: float = 1800.0
     parallel_micro_batches: int = Field(
@@ -137,14 +141,8 @@ class SamplerEnvironment(_SamplerFields, BaseSettings):
     model_config = SettingsConfigDict(env_prefix="TANDEM_SAMPLER_")
 
 
-class SamplerSettings(_SamplerFields):
-    """Settings of one sampler. They come from the gateway, not from the environment."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    @classmethod
-    def of(cls, environment: SamplerEnvironment, **more: object) -> SamplerSettings:
-        return cls.model_validate(environment.model_dump(exclude_unset=True) | more)
+class SamplerSettings(_OfOneWorker, _SamplerFields):
+    """Settings of one sampler."""
 
     operation_timeout: float = 1800.0
     max_lora_rank: int = Field(

@@ -7,7 +7,6 @@ from structlog.testing import capture_logs
 
 from sampler_service.engine import EngineState, WeightsTouched
 from tandem.errors import (
-    IllegalTransition,
     LoadFailed,
     OperationTimedOut,
     SequenceTooLong,
@@ -258,23 +257,3 @@ def test_an_idle_engine_in_a_thread_of_its_own_wakes_for_a_request():
         bench.ask(BASE, "c").result(timeout=60)
     thread.join(timeout=60)
     assert not thread.is_alive()
-
-
-LEGAL = {
-    ("awake", "loading"),
-    ("loading", "awake"),
-    ("awake", "asleep"),
-    ("asleep", "waking"),
-    ("waking", "awake"),
-    *((state.value, "failed") for state in EngineState if state is not EngineState.FAILED),
-}
-
-
-@pytest.mark.parametrize("start", EngineState)
-@pytest.mark.parametrize("to", EngineState)
-def test_an_illegal_move_raises(start: EngineState, to: EngineState):
-    if (start.value, to.value) in LEGAL:
-        assert start.move_to(to) is to
-    else:
-        with pytest.raises(IllegalTransition, match=f"{start.value} cannot become {to.value}"):
-            start.move_to(to)
