@@ -5,16 +5,15 @@ Each run has its own `Operations` and a number, which rank 0 announces with each
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NoReturn
 
 from tandem.errors import InvalidRequest, OutOfMemory, UserError, describe
 from tandem.protocol.worker import TrainingSpec
 from tandem.v1 import trainer_pb2
-from trainer_service.backends.base import TrainerBackend
 from trainer_service.batches.memory import ran_out_of_memory
 from trainer_service.checkpoints.snapshots import snapshot_thread
-from trainer_service.compute.control_group import Op
+from trainer_service.compute.control_group import ControlGroup, Op
 from trainer_service.compute.device_memory import memory_of
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.operations import Follower, Operations
@@ -25,11 +24,7 @@ class HostedRuns:
     def __init__(self, first: RankTrainer, *, run_id: str) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
-        self.switching = Switching(
-            self._control,
-            lambda: _backends(self._runs.values()),
-            on_sleep=lambda: _free_copies(self._runs.values()),
-        )
+        self.switching = _switching(self._control, lambda: self._runs.values())
         self._runs = {run_id: self._operations(first)}
         self._numbers = itertools.count(1)
 
@@ -99,11 +94,7 @@ class FollowedRuns:
     def __init__(self, first: RankTrainer) -> None:
         self._control = first.control
         self._thread = snapshot_thread()
-        self._switching = Switching(
-            self._control,
-            lambda: _backends(self._runs.values()),
-            on_sleep=lambda: _free_copies(self._runs.values()),
-        )
+        self._switching = _switching(self._control, lambda: self._runs.values())
         self._runs = {0: Follower(first, thread=self._thread)}
 
     def follow(self) -> NoReturn:
@@ -135,13 +126,14 @@ class FollowedRuns:
         self._control.gather(reason.encode())
 
 
-def _backends(runs: Iterable[Operations | Follower]) -> list[TrainerBackend]:
-    return [run.trainer.backend for run in runs]
+def _switching(
+    control: ControlGroup, runs: Callable[[], Iterable[Operations | Follower]]
+) -> Switching:
+    def free_copies() -> None:
+        for run in runs():
+            run.snapshots.free()
 
-
-def _free_copies(runs: Iterable[Operations | Follower]) -> None:
-    for run in runs:
-        run.snapshots.free()
+    return Switching(control, lambda: [run.trainer.backend for run in runs()], on_sleep=free_copies)
 
 
 def _share(sibling: RankTrainer, training: TrainingSpec, *, number: int) -> RankTrainer:
