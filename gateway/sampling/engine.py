@@ -23,7 +23,6 @@ from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.needs import engine_share
 from gateway.workers.processes import Processes
-from gateway.workers.requests import WorkerRequest
 from gateway.workers.run_options import RunOptions
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.standing import are_side_by_side, reason_of_wait
@@ -56,13 +55,12 @@ class SamplerEngine:
     failed start. `weights` names its full weights: a version, or `base/NAME` for the base model.
     `demand` counts the sampler's unfinished samples and loads. While it is above 0, a dead process
     is replaced. `on_change` is called when the engine serves, and with an error when it did not
-    start or is stopped. `request` returns the request for an engine by its number."""
+    start or is stopped."""
 
     key: str
     sampler: str
     replica: int = 0
     session_id: str
-    owner: str
     model: BaseModelEntry
     max_lora_rank: int
     settings: SamplerSettings
@@ -71,7 +69,6 @@ class SamplerEngine:
     adapter: EngineAdapter
     processes: Processes
     pins: Pins
-    request: Callable[[int], WorkerRequest]
 
     def __post_init__(self) -> None:
         self.reason = ""
@@ -86,6 +83,7 @@ class SamplerEngine:
         self._died = asyncio.Event()
         self._client: SamplerClient | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._doubt: asyncio.Task[None] | None = None
         self._wanted: list[common_pb2.WeightVersion] = []
         """The versions for the waiting calls."""
         self._log = get_log(session_id=self.session_id)
@@ -174,12 +172,19 @@ class SamplerEngine:
                 raise EngineLost
             return await send(self._client)
 
-    async def await_end_of(self, worker: Worker) -> None:
-        """Return when a worker without an answer has ended, or after a while."""
-        if self.worker is worker:
-            await self.processes.await_exit(
-                worker.worker_id, self._died, patience=EXIT_REPORT_PATIENCE
-            )
+    def doubt(self, worker: Worker) -> None:
+        """Find out whether a worker that failed to answer has ended."""
+        if self.worker is worker and not self.is_doubted:
+            self._doubt = asyncio.create_task(self._find_out(worker), name="engine-doubted")
+
+    @property
+    def is_doubted(self) -> bool:
+        return self._doubt is not None and not self._doubt.done()
+
+    async def _find_out(self, worker: Worker) -> None:
+        await self.processes.await_exit(worker.worker_id, self._died, patience=EXIT_REPORT_PATIENCE)
+        self._doubt = None
+        self.on_change(None)
 
     # --- Its weights --------------------------------------------------------------------------
 
@@ -216,7 +221,7 @@ class SamplerEngine:
     # --- From its start to its end ------------------------------------------------------------
 
     def start(self) -> None:
-        """Start it, unless it runs or starts already."""
+        """Start it, unless it runs or starts already. It must have a row."""
         if self._state in ("idle", "failed"):
             self._set_state("queued", self.reason)
             self._starting = asyncio.create_task(self._start(), name=f"sampler-{self.session_id}")
@@ -248,7 +253,7 @@ class SamplerEngine:
         """End it. Returns when nothing of it is left."""
         self._set_state("stopped", error.message)
         self.on_change(error)
-        await self._cancel_start()
+        await self._cancel_tasks()
         self._forget_process()
         await self.supervisor.release(self.key, holder=self.sampler)
         self.adapter.unregister(self.key)
@@ -256,28 +261,32 @@ class SamplerEngine:
     async def abandon(self) -> None:
         """Leave the process to the next gateway."""
         self._set_state("stopped")
-        await self._cancel_start()
+        await self._cancel_tasks()
 
-    async def _cancel_start(self) -> None:
-        if self._starting is not None:
-            self._starting.cancel()
-            await asyncio.gather(self._starting, return_exceptions=True)
+    async def _cancel_tasks(self) -> None:
+        tasks = [task for task in (self._starting, self._doubt) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _start(self) -> None:
         """Start the engine for all waiting calls."""
+        self._register()
         try:
-            await self.supervisor.place([self.request(self.replica)], holder=self.sampler)
-            self._register()
             async with self.supervisor.use(self.key) as row:
                 self._serve(self.adapter.require(row))
                 await asyncio.sleep(0)  # the waiting calls begin meanwhile, so that it is not idle
         except Exception as error:  # noqa: BLE001 - our own fault must not hang the clients
-            if not isinstance(error, TandemError):
-                self._log.exception("start_failed")
-                sentence = f"{type(error).__name__} while the sampler started; see the log"
-                error = WorkerStartFailed(sentence)
-            self._set_state("failed", error.message)
-            self.on_change(error)
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Note that it has no place, or did not start."""
+        if not isinstance(error, TandemError):
+            self._log.error("start_failed", exc_info=error)
+            sentence = f"{type(error).__name__} while the sampler started; see the log"
+            error = WorkerStartFailed(sentence)
+        self._set_state("failed", error.message)
+        self.on_change(error)
 
     def _register(self) -> None:
         self.adapter.register(self.key, self)

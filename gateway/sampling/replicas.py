@@ -8,7 +8,7 @@ gives its place back."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Container, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -16,6 +16,7 @@ from itertools import count
 from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
 from gateway.workers.request_maker import engine_key
+from gateway.workers.requests import WorkerRequest
 from tandem.errors import TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
 
@@ -37,7 +38,8 @@ class Replicas:
     """`first` is the engine with the number 0, which always exists. `take_back` takes an engine's
     unsent calls back for others, or with True all repeatable calls. `prepare` returns when a
     serving engine is ready for requests. `spread` takes back surplus requests of engines. `failed`
-    is called when no engine serves, starts or waits."""
+    is called when no engine serves, starts or waits. `requests` returns the requests for the rows
+    of a number of engines."""
 
     first: SamplerEngine
     balancer: Balancer[SamplerEngine]
@@ -45,6 +47,7 @@ class Replicas:
     prepare: Callable[[SamplerEngine], Awaitable[None]]
     spread: Callable[[], None]
     failed: Callable[[TandemError], None]
+    requests: Callable[[int], Sequence[WorkerRequest]]
 
     def __post_init__(self) -> None:
         self.engines = [self.first]
@@ -58,10 +61,10 @@ class Replicas:
     def leaving(self) -> Sequence[SamplerEngine]:
         return [each.engine for each in self._leaving.values()]
 
-    def serving(self, *, without: Container[SamplerEngine]) -> Sequence[SamplerEngine]:
+    def serving(self) -> Sequence[SamplerEngine]:
         """Return the engines that get requests: prepared ones that answer, or else all ready
         ones."""
-        ready = [e for e in self.engines if e.state == "ready" and e not in without]
+        ready = [each for each in self.engines if each.state == "ready" and not each.is_doubted]
         return [each for each in ready if not each.silence and each not in self._preparing] or ready
 
     def explain(self) -> str:
@@ -130,24 +133,25 @@ class Replicas:
     # --- Starts -------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start all engines that do not run yet. Several engines without a row get their places at
-        one moment."""
-        without = [engine for engine in self.engines if engine.row is None]
-        if len(without) < 2:
+        """Start all engines that do not run yet. Engines without a row get their places at one
+        moment."""
+        if all(each.row is not None and each.row.ends_as != "gone" for each in self.engines):
             for engine in self.engines:
                 engine.start()
         elif self._placing is None:
-            self._placing = asyncio.create_task(self._place(without), name="engines-placed")
+            self._placing = asyncio.create_task(self._place(), name="engines-placed")
 
-    async def _place(self, engines: Sequence[SamplerEngine]) -> None:
-        """Ask for the places of engines without a row, and start all engines."""
+    async def _place(self) -> None:
+        """Ask for the places of all engines, and start them."""
         first = self.first
         try:
-            requests = [first.request(engine.replica) for engine in engines]
+            requests = self.requests(len(self.engines))
             await first.supervisor.place(requests, holder=first.sampler)
-        except TandemError as error:
+        except Exception as error:  # noqa: BLE001 - our own fault must not hang the clients
             self._placing = None
-            self._note_failed(error)
+            for engine in self.engines:
+                if engine.state in ("idle", "failed"):
+                    engine.fail(error)
         else:
             self._placing = None
             for engine in self.engines:
@@ -160,7 +164,7 @@ class Replicas:
         if error is not None:
             self._note_failed(error)
             return
-        if any(each.serves for each in self.engines if each is not engine):
+        if engine.serves and any(each.serves for each in self.engines if each is not engine):
             task = asyncio.create_task(self._prepare(engine), name="engine-prepared")
             self._preparing[engine] = task
         self.balancer.assign_waiting()

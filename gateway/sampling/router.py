@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -390,17 +389,19 @@ class SamplerRouter:
         options = self._options_of(session, model.name)
         # A run of the session may have asked for more, or the sampler was scaled.
         replicas = self._replicas_of(str(key), asked=options.replicas)
-        requests = partial(
-            self.engine_requests, str(key), options, owner=session.owner, model=model
-        )
+
+        def requests(number: int) -> list[WorkerRequest]:
+            return self.engine_requests(
+                str(key), options, owner=session.owner, model=model, replicas=number
+            )
+
         if limited:
             self._check_engines(session.owner, adding=replicas)
-            self.supervisor.check(requests(replicas=replicas))
+            self.supervisor.check(requests(replicas))
         engine = SamplerEngine(
             key=engine_key(str(key), 0),
             sampler=str(key),
             session_id=key.session_id,
-            owner=session.owner,
             model=model,
             max_lora_rank=key.max_lora_rank,
             settings=SamplerSettings.of(
@@ -411,7 +412,6 @@ class SamplerRouter:
             adapter=self.adapter,
             processes=self.processes,
             pins=self.pins,
-            request=lambda number: requests(replicas=max(number + 1, len(sampler.engines)))[number],
         )
         sampler = self._samplers[str(key)] = Sampler(
             key=key,
@@ -423,6 +423,7 @@ class SamplerRouter:
             metrics=self.metrics,
             meter=self.meter,
             pins=self.pins,
+            requests=requests,
         )
         sampler.replicas.resize(replicas)
         return sampler

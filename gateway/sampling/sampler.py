@@ -30,6 +30,7 @@ from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
 from gateway.storage.futures.table import Future, Outcome, Result, Waiting
 from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.requests import WorkerRequest
 from gateway.workers.sampler_client import SamplerClient, Tell
 from gateway.workers.worker import Worker
 from tandem.errors import (
@@ -116,7 +117,7 @@ class _Call:
 class Sampler:
     """Serves the base model, full weight versions one after the other, and adapters up to the key's
     rank side by side. The key names its creating session. `users` are its current sessions.
-    `engine` is the first of its `engines`."""
+    `engine` is the first of its `engines`. `requests` returns the requests for a number of them."""
 
     key: SamplerKey
     users: set[str]
@@ -127,13 +128,14 @@ class Sampler:
     metrics: Metrics
     meter: SampleMeter
     pins: Pins
+    requests: Callable[[int], Sequence[WorkerRequest]]
 
     def __post_init__(self) -> None:
         self.samples: dict[str, SampleCall] = {}
         self.waiting_of: Counter[str] = Counter()  # by owner, unfinished samples
         self._numbers: list[int] = []  # ascending numbers of samples, for positions in the queue
         self.completions = Rate()
-        self.balancer = Balancer(self._serving)
+        self.balancer = Balancer(lambda: self.replicas.serving())
         self.replicas = Replicas(
             first=self.engine,
             balancer=self.balancer,
@@ -141,11 +143,11 @@ class Sampler:
             prepare=self._prepare,
             spread=self._spread,
             failed=self.balancer.fail,
+            requests=self.requests,
         )
         self._calls: dict[_Call, None] = {}  # in order of sending
         self._newest: common_pb2.WeightVersion | None = None
         self._stopped: TandemError | None = None
-        self._doubts: dict[SamplerEngine, asyncio.Task[None]] = {}
         self._log = get_log(session_id=self.key.session_id)
 
     @property
@@ -310,7 +312,7 @@ class Sampler:
         work = Work(request.version.name)
         engine = await self._assigned(work)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
-        others = [each for each in self._serving() if each is not load.engine]
+        others = [each for each in self.replicas.serving() if each is not load.engine]
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
             reply = await self._send(load, lambda client: client.load(request))
@@ -354,9 +356,6 @@ class Sampler:
         for engine in self.engines:
             engine.demand += change
 
-    def _serving(self) -> Sequence[SamplerEngine]:
-        return self.replicas.serving(without=self._doubts)
-
     def _take_back(self, engine: SamplerEngine, sent: bool) -> None:
         """Take back an engine's unsent calls, or with `sent` all its repeatable calls."""
         for call in [*self._calls]:
@@ -367,7 +366,7 @@ class Sampler:
         """Give an idle engine half of the samples that wait for devices at each other engine."""
         if self.balancer.load_of(idle).requests or not idle.has_devices:
             return
-        serving = self._serving()
+        serving = self.replicas.serving()
         for other in serving if idle in serving else ():
             if other.waits_for_devices:
                 calls = [c for c in self._calls if c.engine is other and c.worker is None]
@@ -423,7 +422,7 @@ class Sampler:
                     raise WorkerDied(f"the sampler died during {call.during}: {error}") from error
                 died = True
                 assert call.worker is not None
-                self._doubt(engine, call.worker)
+                engine.doubt(call.worker)
             finally:
                 self.balancer.end(engine, call.work)
                 self._relieve(engine)
@@ -447,19 +446,6 @@ class Sampler:
         finally:
             del self._calls[call]
 
-    def _doubt(self, engine: SamplerEngine, worker: Worker) -> None:
-        """Exclude an engine that failed to answer until it is known whether it ended."""
-
-        async def find_out() -> None:
-            try:
-                await engine.await_end_of(worker)
-            finally:
-                del self._doubts[engine]
-            self.balancer.assign_waiting()
-
-        if engine not in self._doubts:
-            self._doubts[engine] = asyncio.create_task(find_out(), name="engine-doubted")
-
     # --- Ends ---------------------------------------------------------------------------------
 
     async def stop(self, error: TandemError) -> None:
@@ -467,7 +453,6 @@ class Sampler:
         for sample in self.samples.values():
             sample.future.resolve(error)
         await self.replicas.stop(error)
-        await self._end_doubts()
 
     async def abandon(self) -> None:
         tasks = [sample.task for sample in self.samples.values() if sample.task is not None]
@@ -475,9 +460,3 @@ class Sampler:
             task.cancel()
         await self.replicas.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await self._end_doubts()
-
-    async def _end_doubts(self) -> None:
-        for task in self._doubts.values():
-            task.cancel()
-        await asyncio.gather(*self._doubts.values(), return_exceptions=True)

@@ -81,8 +81,9 @@ class Gate:
         mine = [s for s in self.gateway.sampling.all() if s.id.startswith(session_id)]
         engines = []
         for session in mine[-newest:]:
-            engine = self.run(lambda session=session: sampler_of(self.gateway, session)).engine
-            self.run(engine.start)
+            sampler = self.run(lambda session=session: sampler_of(self.gateway, session))
+            self.run(sampler.start)
+            engine = sampler.engine
             wait_until(lambda engine=engine: engine.state in ("ready", "failed", "stopped"))
             engines.append(engine)
         return engines

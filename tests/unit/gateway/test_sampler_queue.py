@@ -37,7 +37,6 @@ def sampler():
         key=str(key),
         sampler=str(key),
         session_id="s-1",
-        owner="ann",
         model=model,
         max_lora_rank=0,
         settings=SamplerSettings(),
@@ -46,7 +45,6 @@ def sampler():
         adapter=MagicMock(),
         processes=MagicMock(),
         pins=pins,
-        request=MagicMock(),
     )
     return Sampler(
         key=key,
@@ -58,6 +56,7 @@ def sampler():
         metrics=Metrics(),
         meter=None,
         pins=pins,
+        requests=MagicMock(),
     )
 
 
