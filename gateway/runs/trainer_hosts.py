@@ -115,6 +115,8 @@ class TrainerHosts:
         )
 
     def _made(self, key: str, run: Run, sampler: str) -> TrainerHost:
+        if sampler:
+            self.samplers.keep(sampler)
         host = self._hosts[key] = TrainerHost(
             key,
             first=run,

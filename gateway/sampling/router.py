@@ -59,6 +59,8 @@ class SamplerRouter:
     def __post_init__(self) -> None:
         self._samplers: dict[str, Sampler] = {}
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._kept: set[str] = set()
+        """Keys of the samplers whose engines a trainer keeps."""
 
     async def take_up_engines(self, sampled: Sequence[tuple[str, str, int]]) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
@@ -110,7 +112,9 @@ class SamplerRouter:
                 return self._add(key, model, user=key.session_id)
             for user, name, rank in sampled:
                 fits = name == key.model_name and rank <= key.max_lora_rank
-                if fits and self._would_ask_for(row, self.sessions.require(user), model):
+                if not fits or str(key) in self._kept:
+                    continue
+                if self._would_ask_for(row, self.sessions.require(user), model):
                     return self._add(key, model, user=user)
         return None
 
@@ -145,8 +149,11 @@ class SamplerRouter:
         """Return the session's sampler for adapters of `rank` (0: none), the one with the smallest
         rank. With `all_weights`, no other session may use it, because it loads other weights.
 
-        For a run, `kept` is the key of its sampler, which comes first, or "". A run uses no sampler
-        that its session joined only to sample."""
+        For a run, `kept` is the key of the sampler that its trainer keeps, or "". The run uses it,
+        unless other sessions use it with `all_weights`. A run uses no sampler that its session
+        joined only to sample."""
+        if kept and kept not in self._samplers:
+            return None
         found = [
             sampler
             for key, sampler in self._samplers.items()
@@ -154,11 +161,7 @@ class SamplerRouter:
             and sampler.model.name == model_name
             and sampler.key.max_lora_rank >= rank
             and not (all_weights and len(sampler.users) > 1)
-            and (
-                kept in (None, key)
-                or sampler.key.session_id == session_id
-                or self._is_for_runs(key)
-            )
+            and (kept in (None, key) or sampler.key.session_id == session_id or key in self._kept)
         ]
         return min(
             found, key=lambda each: (str(each.key) != kept, each.key.max_lora_rank), default=None
@@ -197,7 +200,10 @@ class SamplerRouter:
             if not all_weights and kept is None:
                 session = self.sessions.require(session_id)
                 sampler = self._join(session, model, rank=rank)
-            key = self._free_key(session_id, model.name, rank)
+            if kept and kept not in self._samplers:
+                key = SamplerKey.parse(kept)
+            else:
+                key = self._free_key(session_id, model.name, rank)
             return sampler or self._add(key, model, user=session_id, limited=True)
         # A run may have asked for more.
         wanted = self._replicas_of(str(sampler.key), asked=len(sampler.engines))
@@ -215,16 +221,11 @@ class SamplerRouter:
                 and self.takes_adapters(str(sampler.key), rank=rank)
                 and self._may_share(session, sampler.owner, sampler.engine.options)
                 and self._options_of(session, model.name) == sampler.engine.options
-                and not self._is_for_runs(str(sampler.key))
+                and str(sampler.key) not in self._kept
             ):
                 sampler.users.add(session.id)
                 return sampler
         return None
-
-    def _is_for_runs(self, key: str) -> bool:
-        """Return whether a trainer keeps the sampler's engines, or waits for a group with them."""
-        rows = self.supervisor.roster.rows.values()
-        return any(key in row.request.together for row in rows if row.kind == "trainer")
 
     def _may_share(self, session: Session, owner: str, options: RunOptions) -> bool:
         same_owner = session.owner == owner or self.settings.sharing.across_owners
@@ -306,8 +307,14 @@ class SamplerRouter:
         """Return the number of a sampler's engines with a row, or `asked` without any."""
         return len(engines_of(self.supervisor.overview(), key)) or asked
 
+    def keep(self, key: str) -> None:
+        """Let no more sessions join a sampler, because a trainer keeps its engines. It may not
+        exist yet."""
+        self._kept.add(key)
+
     async def release_unused(self, key: str) -> None:
-        """Release the engines that a run kept for a sampler without users."""
+        """Note that no trainer keeps a sampler. Release its engines if it has no users."""
+        self._kept.discard(key)
         if key not in self._samplers:
             held = self.supervisor.held_by(key)
             await asyncio.gather(*(self.supervisor.release(each, holder=key) for each in held))

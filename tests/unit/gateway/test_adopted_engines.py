@@ -145,7 +145,8 @@ def test_a_run_uses_the_engine_that_is_kept_for_it_where_its_session_has_others(
         router.lend("s-2/tiny/64", "s-1", world.model)
         assert router.ensure(**any_rank, rank=8) is own
         assert str(router.ensure(**any_rank, rank=8, kept="s-2/tiny/64").key) == "s-2/tiny/64"
-        assert router.ensure(**any_rank, rank=8, kept="s-1/tiny/128") is own, "it was not made"
+        made = router.ensure(**any_rank, rank=8, kept="s-1/tiny/128")
+        assert str(made.key) == "s-1/tiny/128", "its trainer keeps a place for it"
 
     world.run(scenario())
 

@@ -10,8 +10,6 @@ import pytest
 from gateway.owners.sessions.registry import Session
 from gateway.sampling import router
 from gateway.sampling.sampler import Sampler, SamplerKey
-from gateway.workers.requests import WorkerRequest
-from gateway.workers.table import WorkerRow
 from tandem.errors import Overloaded, SessionFinished
 from tests.support.gateway.sampler_world import World
 
@@ -148,17 +146,31 @@ def test_sessions_that_never_share_have_an_engine_each(new_world):
     world.run(scenario())
 
 
-def test_the_engine_of_a_run_is_not_shared(world):
+def test_the_engine_of_a_run_is_not_shared_from_its_creation_to_its_end(world):
     async def scenario():
         await world.open()
         first = world.sampler(rank=8)
-        request = WorkerRequest(
-            key="s-1:train:0", kind="trainer", owner="ann", session="s-1", together=(key(first),)
-        )
-        rows = world.supervisor.roster.rows
-        rows[request.key] = WorkerRow(request=request)
+        world.router.keep(key(first))  # the trainer has no row yet
         assert key(world.sampler("s-2")) == "s-2/tiny/0"
-        del rows[request.key]
+        await end(world, "s-2")
+        world.sessions["s-2"] = Session("s-2", 0.0, None, "ann", sdk_version="0.38")
+        world.sessions["s-2"].user_metadata = {"tandem.replicas": 1}
+        await world.router.release_unused(key(first))
+        assert world.sampler("s-2") is first
+
+    world.run(scenario())
+
+
+def test_a_run_loads_its_weights_into_the_engine_that_its_trainer_keeps(world):
+    async def scenario():
+        await world.open()
+        shared = world.sampler()
+        assert world.sampler("s-2") is shared
+        kept = world.router.key_for(session_id="s-1", model_name="tiny", rank=0)
+        world.router.keep(kept)
+        await end(world, "s-2")  # the session has the other engine alone again
+        assert key(all_weights(world, "s-1", kept=kept)) == kept == "s-1/tiny/0.1"
+        assert world.sampler() is shared
 
     world.run(scenario())
 

@@ -29,6 +29,7 @@ class Samplers:
 
     def __init__(self) -> None:
         self.lent: list[tuple[str, str]] = []
+        self.kept: list[str] = []
         self.released: list[str] = []
         self.busy = ""
         self.newest = 16
@@ -41,6 +42,9 @@ class Samplers:
 
     def engine_requests(self, sampler: str, options: RunOptions, **_about: object) -> list[object]:
         return []
+
+    def keep(self, key: str) -> None:
+        self.kept.append(key)
 
     async def release_unused(self, key: str) -> None:
         self.released.append(key)
@@ -120,6 +124,7 @@ async def test_a_run_that_shares_when_all_is_full_shares_when_it_would_have_to_w
     await quiet()
     assert here.shares(here.run("c")) == "a"
     assert here.shares(here.run("d", share="never")) == "d"
+    assert here.samplers.kept == ["a/tiny/16", "d/tiny/16"]
 
 
 async def test_a_run_that_shares_when_all_is_full_takes_an_empty_group_before():
