@@ -72,8 +72,10 @@ class SamplerRouter:
         them."""
         found: set[asyncio.Task[None]] = set()
         sampled = [each for each in sampled if self._has_client(each[0])]
-        for row in list(self.supervisor.roster.rows.values()):
-            if row.kind != "engine" or row.ends_as == "gone":
+        rows = [row for row in self.supervisor.roster.rows.values() if row.kind == "engine"]
+        # A session with an engine needs none of an ended session.
+        for row in sorted(rows, key=lambda row: not self._has_client(row.request.session)):
+            if row.ends_as == "gone":
                 continue
             if (sampler := await self._sampler_of(row, sampled)) is None:
                 continue
@@ -112,7 +114,8 @@ class SamplerRouter:
                 return self._add(key, model, user=key.session_id)
             for user, name, rank in sampled:
                 fits = name == key.model_name and rank <= key.max_lora_rank
-                if not fits or str(key) in self._kept:
+                needs_none = self.get(session_id=user, model_name=name, rank=rank) is not None
+                if not fits or needs_none or str(key) in self._kept:
                     continue
                 if self._would_ask_for(row, self.sessions.require(user), model):
                     return self._add(key, model, user=user)

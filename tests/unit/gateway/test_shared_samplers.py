@@ -251,3 +251,15 @@ def test_an_engine_whose_session_has_ended_goes_on_for_those_that_share_it(world
             assert world.running() == ["sampler-s-0-0"]
 
     world.run(scenario())
+
+
+def test_an_ended_session_leaves_no_engine_to_a_session_that_has_one(world):
+    world.sampled = BOTH[:1]
+
+    async def scenario():
+        world.left("sampler-s-0-0", session_id="s-0")
+        world.left()
+        await world.open()
+        assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
