@@ -383,7 +383,16 @@ class SamplerRouter:
                 sampler.users.discard(session_id)
                 if not sampler.users:
                     ended.append(self._samplers.pop(key))
+                else:
+                    self._pass_on(sampler)
         await asyncio.gather(*(sampler.stop(error) for sampler in ended))
+
+    def _pass_on(self, sampler: Sampler) -> None:
+        """Count a sampler's engines for another owner if its owner has no session there."""
+        found = [self.sessions.get(user) for user in sorted(sampler.users)]
+        owners = [session.owner for session in found if session is not None]
+        if owners and sampler.owner not in owners:
+            sampler.owner = owners[0]
 
     async def close(self) -> None:
         """Cancel everything without an outcome, so that clients ask the next gateway."""

@@ -10,7 +10,7 @@ import pytest
 from gateway.owners.sessions.registry import Session
 from gateway.sampling import router
 from gateway.sampling.sampler import Sampler, SamplerKey
-from tandem.errors import Overloaded, SessionFinished
+from tandem.errors import LimitExceeded, Overloaded, SessionFinished
 from tests.support.gateway.sampler_world import World
 
 BOTH = [("s-1", "tiny", 0), ("s-2", "tiny", 0)]
@@ -261,5 +261,23 @@ def test_an_ended_session_leaves_no_engine_to_a_session_that_has_one(world):
         world.left()
         await world.open()
         assert world.running() == ["sampler-s-1-0"]
+
+    world.run(scenario())
+
+
+def test_an_engine_counts_for_an_owner_who_uses_it(tmp_path):
+    world = World(tmp_path, {"sharing": {"across_owners": True}, "limit": {"samplers": 1}})
+
+    async def scenario():
+        world.sessions["s-2"].owner = "ben"
+        await world.open()
+        assert world.sampler() is world.sampler("s-2")
+        await end(world, "s-1")
+        for owner in ("ann", "ben"):
+            options = {"tandem.share": "never"}
+            world.sessions[owner] = Session(owner, 0.0, None, owner, user_metadata=options)
+        with pytest.raises(LimitExceeded):
+            world.sampler("ben")
+        assert key(world.sampler("ann")) == "ann/tiny/0"
 
     world.run(scenario())
