@@ -9,7 +9,6 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 
 from gateway.runs.operations import RunBroken
 from gateway.runs.recovery.replay_log import VARIABLE_FAILURES
@@ -106,6 +105,7 @@ class RunTrainer:
 
     async def close(self) -> None:
         self._closed = True
+        self._exited.remove_done_callback(self._note_exit)
         if self._restoring is not None:
             self._restoring.cancel()
             await asyncio.gather(self._restoring, return_exceptions=True)
@@ -128,10 +128,11 @@ class RunTrainer:
         self.run.restoring = ""
         self.gone = asyncio.Future()
         self._serving.set_result(client)
-        self._exited.add_done_callback(partial(self._note_exit, client))
+        self._exited.add_done_callback(self._note_exit)
 
-    def _note_exit(self, client: TrainerClient, exited: asyncio.Future[str]) -> None:
-        self.lose(client, WorkerDied(f"the trainer died: {exited.result()}"))
+    def _note_exit(self, exited: asyncio.Future[str]) -> None:
+        if exited is self._exited and self.serves:
+            self.lose(self.serving, WorkerDied(f"the trainer died: {exited.result()}"))
 
     def lose(self, client: TrainerClient, error: TandemError) -> None:
         """Give up a dead or useless trainer, and restore it if possible."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, MagicMock
@@ -41,6 +43,18 @@ async def test_a_process_that_ends_after_its_run_was_given_up_harms_no_other_run
     with pytest.raises(RunBroken):
         await trainer.client()
     assert len(ends) == 1
+
+
+async def test_a_shared_process_does_not_remember_runs_that_have_ended():
+    host: Any = MagicMock(join=AsyncMock(), exited=asyncio.Future())
+    run: Any = SimpleNamespace(id="s:train:0", session_id="s", log=None, host=host, restoring="")
+    trainer, _ = trainer_of(run)
+    trainer._serve(await trainer._join())
+    await trainer.close()
+    ended = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert ended() is None
 
 
 async def test_a_replay_that_fails_temporarily_ends_no_trainer_of_other_runs(monkeypatch):
