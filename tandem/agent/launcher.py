@@ -70,8 +70,9 @@ class ProcessLauncher:
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
         self._watchers = ExitWatchers()
-        self._tasks: set[asyncio.Task[None]] = set()
-        """Stops, moves and removals, which go on if their caller goes away."""
+        self._calls: set[asyncio.Task[None]] = set()
+        """Stops and moves, which go on if their caller goes away."""
+        self._removals: set[asyncio.Task[None]] = set()
         self._spawning = asyncio.Lock()
         self._closed = False
         self._log = get_log()
@@ -122,7 +123,8 @@ class ProcessLauncher:
             worker = self._workers.get(worker_id)
             self._stopped.append(worker_id)
         if worker is not None:
-            await asyncio.shield(self._begin(worker.kill() if at_once else worker.stop_worker()))
+            stopping = worker.kill() if at_once else worker.stop_worker()
+            await asyncio.shield(_begin(stopping, self._calls))
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         async def move(worker: WorkerProcess) -> None:
@@ -148,7 +150,7 @@ class ProcessLauncher:
         worker = self._workers.get(worker_id)
         if worker is None:
             raise SuspendFailed(f"worker {worker_id} does not run")
-        await asyncio.shield(self._begin(self._carry_out(worker, lease, move)))
+        await asyncio.shield(_begin(self._carry_out(worker, lease, move), self._calls))
 
     async def _carry_out(
         self, worker: WorkerProcess, lease: int, move: Callable[[WorkerProcess], Awaitable[None]]
@@ -200,14 +202,8 @@ class ProcessLauncher:
         self._watchers.close()  # last: watchers take this for the end of all workers
         if self._looking is not None:
             self._looking.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._removals, return_exceptions=True)
         await asyncio.to_thread(self.scratches.remove_all)
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
     async def _spawn(self, spec: WorkerSpec) -> WorkerProcess:
         """Raises `OSError` if the log or the program cannot be opened."""
@@ -273,7 +269,7 @@ class ProcessLauncher:
         self._forget(worker)
         self.groups.remove_group(worker.pid)
         if worker.scratch is not None:
-            self._begin(asyncio.to_thread(self.scratches.remove, worker.scratch))
+            _begin(asyncio.to_thread(self.scratches.remove, worker.scratch), self._removals)
 
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id
@@ -284,6 +280,14 @@ class ProcessLauncher:
         exit_ = _exit_of(worker)
         self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=exit_.reason)
         self._watchers.tell(exit_)
+
+
+def _begin(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> asyncio.Task[None]:
+    """Begin work as one of `tasks`, which holds it until it ends."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def _may_be_pooled(spec: WorkerSpec) -> bool:

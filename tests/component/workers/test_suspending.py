@@ -15,6 +15,7 @@ from gateway.workers.launchers.agent import AgentLauncher
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
+from tandem.agent.worker_process import group_members
 from tandem.errors import IllegalTransition, SuspendFailed
 from tandem.protocol.worker import WorkerSpec
 from tests.support.waiting import until
@@ -181,7 +182,7 @@ async def agent(machine, tmp_path, monkeypatch):
         await gateway.close()
 
 
-async def started(agent: AgentLauncher, machine: Machine) -> tuple[str, int]:
+async def started(agent: AgentLauncher | ProcessLauncher, machine: Machine) -> tuple[str, int]:
     spec = WorkerSpec(
         worker_id="trainer-s-1-0",
         kind="trainer",
@@ -237,3 +238,22 @@ async def test_a_worker_without_a_gpu_cannot_be_suspended(agent, machine):
     (machine.folder / str(pid)).unlink()
     with pytest.raises(SuspendFailed, match="no process of the trainer uses a GPU"):
         await agent.suspend(worker, lease=2, timeout=60)
+
+
+async def test_an_agent_that_ends_does_not_wait_for_a_hanging_suspend(
+    machine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(tandem.agent.launcher, "uses_gpu", lambda _: True)
+    launcher = ProcessLauncher(
+        data_dir=tmp_path,
+        command=lambda _: [sys.executable, DUMMY, "serve"],
+        suspender=machine.suspender,
+    )
+    worker, pid = await started(launcher, machine)
+    machine.on(f"hang checkpoint {pid}")
+    asked = asyncio.create_task(launcher.suspend(worker, lease=2, timeout=600))
+    await until(lambda: machine.states(pid) == ["locked"], what="it is being suspended")
+    async with asyncio.timeout(60):
+        await launcher.close()
+    assert group_members(pid) == []
+    asked.cancel()
