@@ -36,6 +36,7 @@ _POSTGRESQL = {
     "keepalives_count": 3,
 }
 _SQLITE_FULL = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE})
+_SQLITE_DAMAGED = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB})
 _POSTGRESQL_FULL = "53100"  # disk_full
 _FAULT_OF_THE_ROW = ("21", "22", "23", "42", "44", "54", "0A")
 """PostgreSQL's error classes that blame the row or the statement. All others blame the server."""
@@ -102,12 +103,14 @@ def typed(error: Exception) -> Exception:
     blame, else a sentence for clients without SQL, values or paths."""
     if isinstance(error, OSError):
         full, why = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror
-    elif isinstance(error, OperationalError) and isinstance(error.orig, sqlite3.Error):
+    elif isinstance(error, DBAPIError) and isinstance(error.orig, sqlite3.Error):
         code: int = getattr(error.orig, "sqlite_errorcode", 0)
-        if code == sqlite3.SQLITE_ERROR:  # an invalid statement
+        damaged = code & 0xFF in _SQLITE_DAMAGED  # without the extension, as of SQLITE_CORRUPT_VTAB
+        at_fault = isinstance(error, OperationalError) and code != sqlite3.SQLITE_ERROR
+        if not damaged and not at_fault:  # an invalid row or statement
             return error
         full, why = code in _SQLITE_FULL, getattr(error.orig, "sqlite_errorname", None)
-    elif isinstance(error, DBAPIError) and not isinstance(error.orig, sqlite3.Error):
+    elif isinstance(error, DBAPIError):
         state: str | None = getattr(error.orig, "sqlstate", None)
         if state is None and isinstance(error, DataError | NotSupportedError | ProgrammingError):
             return error  # raised by the driver before it asks the server

@@ -7,6 +7,7 @@ from sqlalchemy.exc import IntegrityError
 from gateway.storage.commits import Write, write_batch
 from gateway.storage.drivers import make_engine
 from gateway.storage.tables import metadata, operations
+from tandem.errors import StorageFailed
 
 OPERATION = {
     "run_id": "run",
@@ -50,3 +51,22 @@ def test_neighbours_with_other_names_are_written_with_all_their_values(connectio
     assert write_batch(connection, batch, epoch=0) == [None] * len(batch)
     written = connection.execute(select(operations.c.payload)).scalars().all()
     assert written == [None, b"large", None, None]
+
+
+def test_writes_to_a_damaged_database_blame_the_storage_and_not_their_rows(tmp_path):
+    file = tmp_path / "tandem.db"
+    engine = make_engine(f"sqlite:///{file}")
+    metadata.create_all(engine)
+    with engine.connect() as connection:
+        root = "SELECT rootpage FROM sqlite_master WHERE name = 'operations'"
+        page = connection.exec_driver_sql(root).scalar_one()
+        size = connection.exec_driver_sql("PRAGMA page_size").scalar_one()
+    engine.dispose()
+    with file.open("r+b") as damaged:
+        damaged.seek((page - 1) * size)
+        damaged.write(b"x" * size)
+    with engine.connect() as connection:
+        errors = write_batch(connection, [Write([(ACCEPT, accepted(1))])] * 2, epoch=0)
+    engine.dispose()
+    assert [type(error) for error in errors] == [StorageFailed] * 2
+    assert "SQLITE_CORRUPT" in str(errors[0])
