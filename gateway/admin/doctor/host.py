@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from importlib import metadata
 
 from gateway.admin.doctor.check import Check, Level, gib, judge
+from gateway.storage.drivers import is_postgresql
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.run_options import check_defaults
@@ -96,7 +97,7 @@ def _packages(settings: GatewaySettings, host: Host, find: FindPackage) -> Itera
     postgres = "PostgreSQL in place of SQLite (tandem[postgres])"
     parts: list[tuple[str, str | None, str, bool]] = [
         ("tinker", find("tinker"), "the SDK, for `tandem demo` and scripts on this machine", False),
-        ("psycopg", find("psycopg"), postgres, bool(settings.database_url)),
+        ("psycopg", find("psycopg"), postgres, is_postgresql(settings.database_url)),
     ]
     if host.accelerators:
         found = find("nvidia-nccl-cu13") or find("nvidia-nccl-cu12")

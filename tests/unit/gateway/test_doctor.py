@@ -102,3 +102,11 @@ def test_groups_that_the_machine_cannot_have_are_a_problem(tmp_path):
     found = checks(tmp_path, HOST, ON_CPU, groups=groups, database_url="postgresql://x/y")
     assert problems(found) == ["device groups"]
     assert "the host has cpu:0-3, and no cpu:4-7" in found["device groups"].about
+
+
+def test_the_driver_of_postgresql_is_a_problem_only_where_it_is_needed(tmp_path):
+    without = {name: version for name, version in ON_CPU.items() if name != "psycopg"}
+    sqlite = checks(tmp_path, HOST, without, database_url=f"sqlite:///{tmp_path}/a.db")
+    assert sqlite["psycopg"].level == "absent"
+    postgresql = checks(tmp_path, HOST, without, database_url="postgresql://user@host/name")
+    assert problems(postgresql) == ["psycopg"]
