@@ -174,12 +174,14 @@ class _Lines:
 def remove(
     name: Annotated[str, typer.Argument(help="The name that clients use.")],
     data_dir: DataDir = None,
+    as_json: JsonFlag = False,
 ) -> None:
     """Remove a base model's name.
 
     Its files stay. Runs and engines that use it continue until their session ends or the gateway
     restarts."""
     call(data_dir, "DELETE", f"models/{quote(name)}")
+    end_if_json(as_json, {"removed": name})
     say(f"{name} is no longer registered.")
 
 

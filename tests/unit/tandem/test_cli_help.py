@@ -18,12 +18,29 @@ def commands(group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
     return found
 
 
+def command_at(path: tuple[str, ...]):
+    command = typer.main.get_command(app)
+    for name in path:
+        command = command.commands[name]
+    return command
+
+
 @pytest.mark.parametrize("path", commands(typer.main.get_command(app)), ids=" ".join)
 @pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}])
 def test_no_help_has_a_picture_in_place_of_a_part_of_an_id(path, colour):
     done = CliRunner(env=colour).invoke(app, [*path, "--help"])
     assert done.exit_code == 0
     assert not [each for each in done.output if ord(each) > 0x2FFF]
+
+
+def test_every_command_that_answers_can_answer_with_json():
+    paths = [path for path in commands(command_at(())) if not hasattr(command_at(path), "commands")]
+    without = [
+        path
+        for path in paths
+        if not any("--json" in parameter.opts for parameter in command_at(path).params)
+    ]
+    assert without == [("agent",), ("demo",)]
 
 
 def test_the_help_of_a_run_shows_an_id_as_it_is():
