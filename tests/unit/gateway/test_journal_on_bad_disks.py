@@ -239,3 +239,20 @@ async def test_callers_during_a_sync_share_the_next_one(monkeypatch):
     assert len(syncs) == 2
     assert [task.cancelled() for task in later] == [True, False, False, False, False]
     log.shutdown()
+
+
+async def test_a_failed_sync_fails_all_that_waited_for_it_and_no_later_caller(monkeypatch):
+    log, full = LogSync(create_engine("sqlite://")), iter([True])
+
+    def sync_file() -> None:
+        if next(full, False):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(log, "_sync_file", sync_file)
+    waiting = [asyncio.create_task(log.sync()) for _ in range(3)]
+    await asyncio.sleep(0)
+    waiting[0].cancel()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [type(end) for end in ends] == [asyncio.CancelledError, StorageFailed, StorageFailed]
+    await log.sync()
+    log.shutdown()
