@@ -111,6 +111,8 @@ class BoundedProtocol(HttpToolsProtocol):
         self._metrics = metrics
         self._deadlines: dict[Deadline, asyncio.TimerHandle] = {}
         self._header_bytes = 0
+        self._unreported_bytes = 0
+        """Received since the parser last reported anything, such as a part of a header."""
         self._in_headers = False
         self._in_body = False
         self._refused = False
@@ -141,6 +143,7 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._refused:
             return
         self._unset_keepalive_if_required()
+        self._unreported_bytes += len(data)
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -152,7 +155,8 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         if self._refused or self.transport.is_closing():
             return
-        if self._header_bytes > MAX_HEADER_BYTES:  # headers or trailers
+        # Headers or trailers. The parser reports a header at its end, which may never come.
+        if self._header_bytes + self._unreported_bytes > MAX_HEADER_BYTES:
             self._refuse_headers()
         elif self._is_idle() and self.timeout_keep_alive_task is None:
             self._expect_headers()  # it sent bytes before a request, like empty lines
@@ -179,15 +183,18 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        self._unreported_bytes = 0
         self._header_bytes += len(url)
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._unreported_bytes = 0
         self._header_bytes += len(name) + len(value) + 4
         if self._in_headers:  # trailers are dropped
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._unreported_bytes = 0
         self._in_headers = False
         self._cancel("header")
         if self._refused:
@@ -210,10 +217,12 @@ class BoundedProtocol(HttpToolsProtocol):
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
+        self._unreported_bytes = 0
         if not self._refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._unreported_bytes = 0
         self._in_body = False
         self._cancel("linger")
         if not self._refused:

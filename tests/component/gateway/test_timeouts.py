@@ -105,6 +105,29 @@ def test_headers_beyond_their_bound_are_431(patient, lines):
     assert refusals(patient, "header_bytes") == before + 1
 
 
+@pytest.mark.parametrize("begun", ["X-Long: ", "X-"])
+def test_a_header_that_never_ends_is_431(patient, begun):
+    with Raw(patient) as raw:
+        raw.send(f"GET /api/v1/healthz HTTP/1.1\r\n{begun}".encode())
+        for _ in range(16):
+            with contextlib.suppress(ConnectionError):
+                raw.send(b"y" * 2**20)
+        status, _, body = raw.answer()
+        assert (status, body["type"]) == (431, "invalid_request")
+
+
+def test_a_trailer_that_never_ends_closes_the_connection(patient):
+    before = refusals(patient, "header_bytes")
+    with Raw(patient) as raw:
+        raw.post("/api/v1/session_heartbeat", "Transfer-Encoding: chunked")
+        raw.send(b"0\r\nX-Long: ")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(16):
+                raw.send(b"y" * 2**20)
+        assert raw.rest() == b""
+    assert refusals(patient, "header_bytes") == before + 1
+
+
 def test_an_idle_connection_is_closed_and_a_used_one_goes_on(patient):
     with Raw(patient) as raw:
         for _ in range(2):
