@@ -84,7 +84,7 @@ def delete(
     Their files are removed once nothing uses them."""
     for path in paths:
         _split(path)
-    if not yes and not typer.confirm(f"Delete {', '.join(paths)}?"):
+    if not yes and not typer.confirm(f"Delete {', '.join(paths)}?", err=True):
         raise typer.Abort
     for path in paths:
         run_id, kind, name = _split(path)
