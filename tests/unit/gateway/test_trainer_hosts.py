@@ -95,7 +95,6 @@ class World:
             model=model,
             training=TrainingSpec(lora=lora),
             options=RunOptions(**{"share": self.settings.sharing.lora_runs, **options}),
-            trainer=None,
             about=trainer_pb2.DescribeTrainerReply(),
         )
 
