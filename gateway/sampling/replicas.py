@@ -135,10 +135,12 @@ class Replicas:
     def start(self) -> None:
         """Start all engines that do not run yet. Engines without a row get their places at one
         moment."""
+        if self._placing is not None:
+            return
         if all(each.row is not None and each.row.ends_as != "gone" for each in self.engines):
             for engine in self.engines:
                 engine.start()
-        elif self._placing is None:
+        else:
             self._placing = asyncio.create_task(self._place(), name="engines-placed")
 
     async def _place(self) -> None:
@@ -165,6 +167,8 @@ class Replicas:
             self._note_failed(error)
             return
         if engine.serves and any(each.serves for each in self.engines if each is not engine):
+            if before := self._preparing.get(engine):
+                before.cancel()
             task = asyncio.create_task(self._prepare(engine), name="engine-prepared")
             self._preparing[engine] = task
         self.balancer.assign_waiting()
@@ -178,7 +182,8 @@ class Replicas:
         try:
             await self.prepare(engine)
         finally:
-            del self._preparing[engine]
+            if self._preparing.get(engine) is asyncio.current_task():
+                del self._preparing[engine]
         self.spread()
         self.balancer.assign_waiting()
 

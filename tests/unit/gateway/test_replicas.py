@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from collections import Counter
 from contextlib import asynccontextmanager
@@ -644,3 +645,45 @@ def test_however_it_is_scaled_while_engines_die_no_sample_is_lost_or_another_one
 
     world.run(scenario())
     alone.run(undisturbed())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_samples_that_come_while_rows_are_written_hear_why_they_were_not(new_world, replicas):
+    world = new_world(replicas)
+
+    async def scenario():
+        await world.open()
+        world.table.commit_seconds, world.table.failing = 5.0, 1
+        samples = [asyncio.create_task(world.sample("base"))]
+        await asyncio.sleep(1)
+        samples.append(asyncio.create_task(world.sample("base")))
+        assert await asyncio.gather(*samples) == ["storage_failed", "storage_failed"]
+        world.table.commit_seconds = 0.0
+        assert await world.sample("base") not in ("storage_failed", "worker_died")
+
+    world.run(scenario())
+
+
+def test_an_engine_that_answers_again_while_it_is_prepared_is_prepared_twice(new_world):
+    world, faults = new_world(), []
+
+    async def scenario():
+        asyncio.get_running_loop().set_exception_handler(lambda _, about: faults.append(about))
+        await serving(world)
+        replicas = world.sampler().replicas
+        goes_on = asyncio.Event()
+
+        async def prepare(_engine) -> None:
+            await goes_on.wait()
+
+        replicas.prepare = prepare
+        for _ in range(2):
+            replicas.engines[1].on_change(None)
+            await asyncio.sleep(0)
+        assert replicas.serving() == replicas.engines[:1]
+        goes_on.set()
+        await asyncio.sleep(0.1)
+        gc.collect()
+        assert replicas.serving() == replicas.engines and not faults
+
+    world.run(scenario())
