@@ -38,6 +38,8 @@ MOST_TOKENS = 2**21
 """JSON values in a request for samples, mostly token ids."""
 _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
+_FREE_BYTES = 4096
+"""Bytes of a body that always fit into the memory, so that heartbeats get through."""
 _QUICKLY_DECOMPRESSED = 64 * 2**10
 _QUICKLY_PARSED = 256 * 2**10
 """Bytes of JSON parsed within two milliseconds. A compressed body has a quarter, because its sender
@@ -176,7 +178,7 @@ class BoundedRequest(Request):
         limit, reservation = self._limit, self._reservation
         announced = self.headers.get("content-length", "")
         size = int(announced) if announced.isascii() and announced.isdigit() else 0
-        if size <= limit:
+        if _FREE_BYTES < size <= limit:
             reservation.extend(size)
         deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT
         chunks: list[bytes] = []
@@ -187,8 +189,8 @@ class BoundedRequest(Request):
             chunk, more = await self._next_chunk(deadline=deadline)
             chunks.append(chunk)
             read += len(chunk)
-            if reservation.amount < read <= limit:  # no length was announced
-                reservation.extend(len(chunk))
+            if max(reservation.amount, _FREE_BYTES) < read <= limit:  # no length was announced
+                reservation.extend(read - reservation.amount)
         body = b"".join(chunks)
         if size > limit or read > limit:
             raise self._too_large(

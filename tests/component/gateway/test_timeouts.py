@@ -266,6 +266,20 @@ def test_a_client_that_goes_away_in_the_middle_leaves_nothing(patient):
     assert patient.gateway.runs.get(run_id).dispatcher.queued == 0
 
 
+def test_while_arriving_bodies_use_all_their_memory_heartbeats_are_answered(patient):
+    session_id, bodies = patient.session_id(), patient.gateway.limits.bodies
+    with Raw(patient) as one, Raw(patient) as other, patient.http() as client:
+        one.post("/api/v1/forward_backward", "Content-Length: 300000")
+        wait_until(lambda: bodies.total == 300_000)
+        other.post("/api/v1/forward_backward", "Content-Length: 200000")
+        wait_until(lambda: bodies.total == 500_000)
+        beat = client.post("/api/v1/session_heartbeat", json={"session_id": session_id})
+        assert beat.status_code == 200, "without it, the session would end"
+        refused = client.post("/api/v1/create_session", json={"tags": ["x" * 100] * 50})
+        assert (refused.status_code, refused.json()["limit"]) == (429, "body_bytes")
+    wait_until(lambda: bodies.total == 0)
+
+
 def test_open_requests_of_an_owner_are_bounded(tmp_path):
     with running_gateway(tmp_path, session_ttl=600, long_poll=20, limit={"requests": 2}) as gate:
         session_id = gate.session_id()
