@@ -30,7 +30,6 @@ from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.store import fsync_path, give_name, read_record
 
 _NO_LINKS = frozenset({errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS})
-_REASON = "it holds a copy of weights and cannot be trained"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ class CheckpointCopier:
                     if run is None:
                         await catalog.check_quota(owner=request.owner, expected_bytes=source.bytes)
                         await self._make(request, source, path)
-                    elif run["reason"] != _REASON or await catalog.find(path) is None:
+                    elif run["reason"] != _reason(source) or await catalog.find(path) is None:
                         raise InvalidRequest(f"there is a training run {run_id} already")
                     return str(path)
         except BaseException:
@@ -128,7 +127,7 @@ class CheckpointCopier:
                 training=origin.training.model_dump(),
                 state="ended",
                 error_type=InvalidRequest.type,
-                reason=_REASON,
+                reason=_reason(source),
                 **ended,
             ),
         ]
@@ -159,6 +158,11 @@ class CheckpointCopier:
                 _link_files, source, self.data_dir / source.relative_folder, copy, target
             )
             await self.database.write_together(*statements, durable=True)
+
+
+def _reason(source: Checkpoint) -> str:
+    """Return why the copy's run has ended. It tells copies of several sources apart."""
+    return f"it holds a copy of {source.path} and cannot be trained"
 
 
 def _session_id(request: CopyRequest) -> str:

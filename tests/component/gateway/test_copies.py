@@ -80,7 +80,7 @@ def test_a_copys_run_is_there_and_cannot_be_trained(gate, service, training, res
             json={"model_id": f"{session_id}:train:77", "seq_id": 1, "adam_params": {}},
         )
         assert refused.status_code == 410
-        assert "holds a copy of weights" in refused.json()["error"]
+        assert f"holds a copy of {path}" in refused.json()["error"]
         taken = client.post("/api/v1/copy_weights", json={**body, "model_seq_id": 0})
         assert (taken.status_code, taken.json()["type"]) == (400, "invalid_request")
     copy = rest.copy_weights(path, "archive").result()

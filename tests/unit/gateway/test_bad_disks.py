@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyrage
@@ -16,7 +16,7 @@ from gateway.owners.auth.identity import Readers
 from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.storage.data_directory import keep_signing_key
-from tandem.errors import CheckpointDamaged, StorageFailed, StorageFull
+from tandem.errors import CheckpointDamaged, InvalidRequest, StorageFailed, StorageFull
 from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.weights.store import fsync_path, make_folder, write_synced
 from tests.support.gateway.checkpoint_store import PATH, RUN, Store, checkpoint, whole
@@ -138,6 +138,18 @@ async def test_a_copy_that_the_database_does_not_take_is_removed(store, saved, m
     (run_id,) = set(store.checkpoints.take_marked()) - {RUN}
     await store.collector.collect(run_id, ended=True)
     assert folders(store, "checkpoints") == {STATE}
+
+
+async def test_a_copy_into_the_place_of_another_sources_copy_is_refused(store, saved):
+    other = "checkpoints/s-1_train_1/a-22222222"
+    whole(store, other)
+    path = "tinker://s-1:train:1/weights/a"
+    await store.checkpoints.put(checkpoint(store, other, path=path, public=True))
+    first = replace(request("k"), run_id="s-2:train:0")
+    copy = await copier(store).copy(first)
+    assert await copier(store).copy(first) == copy
+    with pytest.raises(InvalidRequest, match="there is a training run s-2:train:0 already"):
+        await copier(store).copy(replace(first, source=path))
 
 
 # --- Names -----------------------------------------------------------------------------------
