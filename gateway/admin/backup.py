@@ -89,10 +89,21 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
     """Make a backup in a new folder, which appears when it is complete."""
     if folder.exists():
         raise InvalidRequest(f"{folder} exists already; name a new folder")
-    data_dir, url = settings.data_dir, settings.database_url
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(mode=0o700, parents=True)
+    try:
+        about = _fill(partial, settings)
+        partial.rename(folder)
+    except BaseException:  # such as a full disk, which it would keep full
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    fsync_path(folder.parent)
+    return about
+
+
+def _fill(partial: Path, settings: GatewaySettings) -> About:
+    data_dir, url = settings.data_dir, settings.database_url
     revision = ""
     if not is_postgresql(url):
         revision = _copy_sqlite(_sqlite_file(url, data_dir), partial / _DATABASE)
@@ -105,8 +116,6 @@ def back_up(folder: Path, settings: GatewaySettings) -> About:
             found += 1
     about = About(version=__version__, revision=revision, at=time.time(), folders=found)
     write_file(partial / _ABOUT, about.model_dump_json().encode(), synced=True)
-    partial.rename(folder)
-    fsync_path(folder.parent)
     return about
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from gateway.admin.backup import back_up
 from gateway.checkpoints.versions import FILE_LISTS
+from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
 
 
@@ -35,3 +36,9 @@ def test_versions_that_are_removed_during_a_backup_are_not_in_it(tmp_path, monke
     about = back_up(tmp_path / "backup", settings)
     kept = [path for path in (tmp_path / "backup" / "manifests").rglob("*") if path.is_file()]
     assert (about.folders, len(kept)) == (1, 1)
+
+
+def test_a_backup_that_fails_leaves_nothing(tmp_path):
+    with pytest.raises(InvalidRequest, match="there is no database"):
+        back_up(tmp_path / "backups" / "monday", GatewaySettings(data_dir=tmp_path / "data"))
+    assert list((tmp_path / "backups").iterdir()) == []
