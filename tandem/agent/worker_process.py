@@ -44,7 +44,7 @@ class WorkerProcess:
     - `ready`: it serves. `expected`: its end was requested.
     - `lease`: the newest fencing token of a suspend or resume. `suspended`: the suspended
       processes.
-    - `deadline`: when it must be ready, in the event loop's time.
+    - `deadline`: when it must have its address, in the event loop's time.
     - `scratch`: its temporary folder. `advertised`: this host's name for other hosts, if they can
       reach the worker."""
 
