@@ -153,9 +153,12 @@ def _copy_sqlite(source: Path, target: Path) -> str:
         raise InvalidRequest(f"there is no database {source}")
     uri = f"{source.resolve().as_uri()}?mode=ro"
     with closing(sqlite3.connect(uri, uri=True)) as live, closing(sqlite3.connect(target)) as copy:
-        live.backup(copy)
-        copy.execute("PRAGMA journal_mode = DELETE")
-        revision = _check(copy, target)
+        try:
+            live.backup(copy)
+            copy.execute("PRAGMA journal_mode = DELETE")
+        except sqlite3.DatabaseError as error:  # also for a full disk
+            raise InvalidRequest(f"{source} cannot be copied: {error}") from error
+        revision = _check(copy, source)
     fsync_path(target)
     return revision
 

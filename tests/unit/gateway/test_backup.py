@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,21 @@ def test_a_backup_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(InvalidRequest, match="there is no database"):
         back_up(tmp_path / "backups" / "monday", GatewaySettings(data_dir=tmp_path / "data"))
     assert list((tmp_path / "backups").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [(0, "cannot be copied: file is not a database"), (2, "is damaged")]
+)
+def test_a_damaged_database_is_named_and_not_its_copy(tmp_path, place, why):
+    file = tmp_path / "tandem.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE alembic_version (version_num)")
+        database.execute("INSERT INTO alembic_version VALUES ('0001_first')")
+        database.execute("CREATE TABLE other (number)")
+        database.commit()
+        (size,) = database.execute("PRAGMA page_size").fetchone()
+    with file.open("r+b") as damaged:
+        damaged.seek(place * size)
+        damaged.write(b"x" * size)
+    with pytest.raises(InvalidRequest, match=f"{file} {why}"):
+        back_up(tmp_path / "backup", GatewaySettings(data_dir=tmp_path))
