@@ -155,8 +155,10 @@ class SamplerRouter:
         For a run, `kept` is the key of the sampler that its trainer keeps, or "". The run uses it,
         unless other sessions use it with `all_weights`. A run uses no sampler that its session
         joined only to sample."""
-        if kept and kept not in self._samplers:
-            return None
+        if kept:
+            sampler = self._samplers.get(kept)
+            if sampler is None or not (all_weights or session_id in sampler.users):
+                return None
         found = [
             sampler
             for key, sampler in self._samplers.items()
@@ -189,8 +191,8 @@ class SamplerRouter:
         kept: str | None = None,
     ) -> Sampler:
         """Do as `get`, or else join another session's sampler, or else create one. Its engine
-        starts on demand. Full weights and runs join none. Raises `LimitExceeded`,
-        `SessionFinished`, and as `check_model`."""
+        starts on demand. Full weights join none, and a run only the one that its trainer keeps.
+        Raises `LimitExceeded`, `SessionFinished`, and as `check_model`."""
         sampler = self.get(
             session_id=session_id,
             model_name=model.name,
@@ -203,10 +205,12 @@ class SamplerRouter:
             if not all_weights and kept is None:
                 session = self.sessions.require(session_id)
                 sampler = self._join(session, model, rank=rank)
+            elif not all_weights and kept in self._samplers:
+                sampler = self._samplers[kept]
+                sampler.users.add(session_id)
+            key = self._free_key(session_id, model.name, rank)
             if kept and kept not in self._samplers:
                 key = SamplerKey.parse(kept)
-            else:
-                key = self._free_key(session_id, model.name, rank)
             return sampler or self._add(key, model, user=session_id, limited=True)
         # A run may have asked for more.
         wanted = self._replicas_of(str(sampler.key), asked=len(sampler.engines))

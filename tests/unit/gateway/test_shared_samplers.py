@@ -188,6 +188,18 @@ def test_a_run_does_not_use_the_engine_that_its_session_has_joined(world):
     world.run(scenario())
 
 
+def test_a_run_of_a_shared_trainer_uses_the_engine_that_the_trainer_keeps(world):
+    async def scenario():
+        await world.open()
+        first = world.sampler(rank=8)
+        assert world.sampler("s-2", rank=16) is not first
+        world.router.keep(key(first))  # by the next gateway, while the trainer waits for a group
+        run = {"session_id": "s-2", "model": world.model, "rank": 8, "kept": key(first)}
+        assert world.router.ensure(**run) is first and first.users == {"s-1", "s-2"}
+
+    world.run(scenario())
+
+
 def test_all_weights_are_loaded_into_an_engine_that_nobody_shares(world):
     async def scenario():
         await world.open()
