@@ -86,6 +86,23 @@ async def test_the_next_gateway_adopts_a_worker_and_hears_of_its_end(cluster):
     await second.close()
 
 
+@on_cluster()
+async def test_the_next_gateway_keeps_a_worker_whose_node_is_lost_for_a_moment(cluster):
+    first, second = Gateway(cluster, epoch=1), Gateway(cluster, epoch=2, node_lost=100)
+    await first.open()
+    handle = await first.run(NAME)
+    cluster.lose_node("node-0")
+    await until(lambda: "does not answer" in first.launcher.explain(NAME))
+    await first.close()
+    assert await second.open() == [handle]
+    assert "does not answer" in second.launcher.explain(NAME)
+    cluster._condition(cluster.pod(NAME), "Ready", True)
+    await asyncio.sleep(200)
+    assert "deletionTimestamp" not in cluster.pod(NAME)["metadata"]
+    assert second.exits == []
+    await second.close()
+
+
 @pytest.mark.parametrize("pull", [0, 1000])
 def test_a_pod_that_ends_on_a_lost_node_keeps_no_gateway_from_its_start(pull):
     @on_cluster()

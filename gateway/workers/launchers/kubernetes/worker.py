@@ -98,6 +98,8 @@ class PodWorker:
                 return PodFailure(f"the {self.spec.kind} cannot start: {state.says}")
         for pod in self.seen.values():
             if (since := lost_since.get(pod.metadata.uid)) is not None:
+                if self._all_run(states):  # so the next gateway takes it up
+                    self._enter("running", now)
                 self.says = why_lost(pod)
                 if now - since < deadlines.node_lost:
                     return None
@@ -150,8 +152,7 @@ class PodWorker:
         deadlines: Deadlines,
         now: float,
     ) -> PodFailure | None:
-        complete = len(states) == len(self.pods)
-        if complete and all(state.stage == "running" for state in states):
+        if self._all_run(states):
             self._enter("running", now)
             self.says = ""
             return None
@@ -173,6 +174,10 @@ class PodWorker:
             elif slow.explained or not self.says:
                 self.says = slow.says
         return self._too_slow(deadlines, now)
+
+    def _all_run(self, states: list[PodState]) -> bool:
+        complete = len(states) == len(self.pods)
+        return complete and all(state.stage == "running" for state in states)
 
     def _enter(self, stage: Stage, now: float) -> None:
         if self.stage != stage:
