@@ -39,9 +39,11 @@ _OPTIONS = [
     *GRPC_OPTIONS,
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # The connection to a frozen agent, or to a vanished host, breaks after the sum of these.
+    # The connection to a frozen agent, or to a vanished host, breaks after the sum of these. A
+    # connection without messages gets as many pings: by default, gRPC sends it one a minute.
     ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
 ]
 
 

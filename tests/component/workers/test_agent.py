@@ -237,15 +237,16 @@ async def test_an_agent_that_is_frozen_says_nothing_of_a_worker_that_was_to_end(
 
 
 async def test_a_gateway_notices_that_an_agent_is_frozen_and_that_it_goes_on(tmp_path, monkeypatch):
-    soon = [("grpc.keepalive_time_ms", 500), ("grpc.keepalive_timeout_ms", 500)]
-    options = gateway.workers.launchers.agent._OPTIONS
-    monkeypatch.setattr(gateway.workers.launchers.agent, "_OPTIONS", [*options, *soon])
+    options = dict(gateway.workers.launchers.agent._OPTIONS)
+    options |= {"grpc.keepalive_time_ms": 500, "grpc.http2.ping_timeout_ms": 1000}
+    monkeypatch.setattr(gateway.workers.launchers.agent, "_OPTIONS", list(options.items()))
     with running(sys.executable, "-m", "tandem.agent", "--data-dir", str(tmp_path)) as agent:
         async with gateway_of(tmp_path) as launcher:
             launcher.watch()
             await until(lambda: launcher.reports)
+            await asyncio.sleep(2.5)  # several pings without a call or an end of a worker
             agent.send_signal(signal.SIGSTOP)
-            await until(lambda: not launcher.reports)
+            await until(lambda: not launcher.reports, timeout=20)
             agent.send_signal(signal.SIGCONT)
             await until(lambda: launcher.reports)
             assert await launcher.list() == []
