@@ -9,7 +9,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, TypeVar, cast
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 import pydantic_core
 import zstandard
@@ -86,6 +86,10 @@ class FirstFault(FailFast):
     """Report only a list's first wrong item, as a report is a hundred times larger than an item."""
 
     __hash__ = object.__hash__  # needed in a union
+
+
+Ints = Annotated[list[int], FirstFault()]
+Texts = Annotated[list[str], FirstFault()]
 
 
 class BoundedRequest(Request):

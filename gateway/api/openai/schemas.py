@@ -12,12 +12,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.api.errors import InvalidField
 from gateway.api.fields import Answer
-from gateway.api.request_body import FirstFault
+from gateway.api.request_body import FirstFault, Ints, Texts
 
 Json = dict[str, object]
-Ints = Annotated[list[int], FirstFault()]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], FirstFault()]
-Texts = Annotated[list[str], FirstFault()]
 Objects = Annotated[list[Json], FirstFault()]
 FinishReason = Literal["stop", "length"]
 

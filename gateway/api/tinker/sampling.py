@@ -14,17 +14,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
-from gateway.api.dependencies import (
-    Access,
-    AccessDep,
-)
+from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
-from gateway.api.request_body import (
-    TOKENS_BODY,
-    BoundedRequest,
-    FirstFault,
-    parse,
-)
+from gateway.api.request_body import TOKENS_BODY, BoundedRequest, FirstFault, Ints, Texts, parse
 from gateway.api.routing import Router, json_content, model_response
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of
@@ -53,8 +45,6 @@ from tandem.wire.v1 import tinker_pb2
 
 router = Router("/api/v1", tag="SDK")
 
-Ints = Annotated[list[int], FirstFault()]
-
 
 class Chunk(BaseModel):
     type: str = "encoded_text"
@@ -68,7 +58,7 @@ class Prompt(BaseModel):
 class Params(BaseModel):
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
-    stop: str | Annotated[list[str], FirstFault()] | Ints | None = None
+    stop: str | Texts | Ints | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(-1, ge=-1, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)

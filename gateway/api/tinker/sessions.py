@@ -9,10 +9,7 @@ from fastapi import Query
 from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
-from gateway.api.dependencies import (
-    AccessDep,
-    PastSession,
-)
+from gateway.api.dependencies import AccessDep, PastSession
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
 from gateway.api.request_body import STORED_BODY
 from gateway.api.routing import Router, file_response
