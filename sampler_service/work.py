@@ -227,14 +227,15 @@ class SubmissionQueue:
         """Return new work. With `wait`, block for it or a notification, at most `seconds`.
 
         An idle engine waits without a deadline, because the process ends with it."""
-        first = None
+        first = []
         if wait:
             with suppress(Empty):
-                first = self._queue.get(timeout=seconds)
-        if first is None:
-            return self._drain()
-        self._await_burst()
-        return [first, *self._drain()]
+                first = [self._queue.get(timeout=seconds)]
+        taken = [each for each in (*first, *self._drain()) if each is not None]
+        if wait and taken:
+            self._await_burst()
+            taken += self._drain()
+        return taken
 
     def _drain(self) -> list[Work | QueuedSwitch]:
         drained = []
