@@ -300,6 +300,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()  # in the middle of another answer
             return
+        if self._in_body and self.cycle is not None and self.cycle.scope is self.scope:
+            self.transport.close()  # this request has its answer
+            return
         overloaded = status == HTTPStatus.TOO_MANY_REQUESTS
         category = "server" if overloaded else "user"
         body = orjson.dumps({"error": sentence, "type": type_, "category": category})

@@ -116,6 +116,15 @@ def test_a_header_that_never_ends_is_431(patient, begun):
         assert (status, body["type"]) == (431, "invalid_request")
 
 
+@pytest.mark.parametrize("rest", [b"0\r\nX-Long: " + b"y" * 2**17, b"no chunk\r\n"])
+def test_a_request_that_was_refused_gets_no_second_answer(patient, rest):
+    with Raw(patient) as raw:
+        raw.send(b"POST /api/v1/session_heartbeat HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n")
+        assert raw.answer()[0] == 401
+        raw.send(rest)
+        assert raw.rest() == b""
+
+
 def test_a_trailer_that_never_ends_closes_the_connection(patient):
     before = refusals(patient, "header_bytes")
     with Raw(patient) as raw:
