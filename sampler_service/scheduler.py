@@ -234,7 +234,9 @@ class Scheduler:
         """Whether only new work or the end of a reading gives something to do."""
         if self._running or self._adapters.verifying or self._switches:
             return False
-        target = self._next_weights
+        adapter, target = self._next_adapter, self._next_weights
+        if adapter is not None and adapter != self._adapter_reader.wanted:
+            return False  # its reading begins in the next turn
         reading = target is None or target == self._reader.wanted
         if self._asleep:
             return reading

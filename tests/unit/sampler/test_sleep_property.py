@@ -217,3 +217,12 @@ class Sampler(RuleBasedStateMachine):
 
 Sampler.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 test_a_sampler = Sampler.TestCase
+
+
+def test_an_adapter_to_which_the_last_work_moved_is_read_without_new_work():
+    sampler = Sampler()
+    sampler.load(in_flight=False, version=1)
+    sampler.load(in_flight=False, version=5)
+    sampler.time_passes(seconds=2.0)
+    sampler.update_in_flight(turns=0, version=4)
+    sampler.teardown()
