@@ -139,7 +139,7 @@ class GatewaySettings(BaseSettings):
     worker_start_timeout: float = Field(
         300.0,
         gt=0,
-        description="A worker that does not serve after this time fails to start.",
+        description="A worker has this time to get its address, and again to serve.",
     )
     worker_unresponsive_timeout: float = Field(
         300.0,
