@@ -74,4 +74,4 @@ def test_adapters_that_it_cannot_train_are_refused_before_it_starts(models, tmp_
     ) as client:
         report = client.next_report()
     assert report.error_type == "unsupported_by_backend"
-    assert report.error.endswith("PlainBackend cannot train adapters")
+    assert "PlainBackend cannot train adapters" in report.error
