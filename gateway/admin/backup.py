@@ -12,6 +12,7 @@ Active runs and sessions end. Replaced data moves to `DATA/replaced`."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import shutil
 import sqlite3
 import sys
@@ -35,7 +36,7 @@ from gateway.owners.auth.audit import AuditLog, Entry
 from gateway.owners.limits import Quotas
 from gateway.storage.data_directory import locked_data_directory, write_file
 from gateway.storage.database import Database
-from gateway.storage.drivers import is_postgresql
+from gateway.storage.drivers import is_postgresql, restored_copy
 from gateway.storage.migrations import check_revision
 from gateway.storage.tables import (
     checkpoints,
@@ -195,12 +196,14 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
         raise InvalidRequest(f"{folder} has no database; it is a backup beside PostgreSQL")
     with closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as copy:
         _check(copy, source)
-    partial = target.with_name(f".partial-{target.name}")
+    partial = restored_copy(target)
     shutil.copyfile(source, partial)
     fsync_path(partial)
-    places = (place / name for place in {data_dir, settings.private} for name in _REPLACED)
-    old = [*target.parent.glob(f"{target.name}*"), *places]
-    aside = settings.private / "replaced" / time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    # The database goes first: without it, but with the copy, no gateway starts (`make_engine`).
+    old = [target, *(p for p in target.parent.glob(f"{target.name}*") if p != target)]
+    old += [place / name for place in {data_dir, settings.private} for name in _REPLACED]
+    moment = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    aside = settings.private / "replaced" / f"{moment}-{secrets.token_hex(2)}"
     for path in old:
         if path.exists():
             aside.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import errno
 import json
 import sqlite3
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sqlalchemy import Engine, create_engine, event, make_url
@@ -46,8 +47,14 @@ def is_postgresql(url: str) -> bool:
     return url.partition(":")[0].partition("+")[0] in ("postgresql", "postgres")
 
 
+def restored_copy(database: Path) -> Path:
+    """Return where `tandem restore` puts its copy of a database until the old one is away."""
+    return database.with_name(f".partial-{database.name}")
+
+
 def make_engine(url: str) -> Engine:
-    """Return the engine of a `sqlite:` or `postgresql:` URL. Raise `InvalidRequest` for others."""
+    """Return the engine of a `sqlite:` or `postgresql:` URL. Raise `InvalidRequest` for others, and
+    for a SQLite database that an interrupted restore left away."""
     wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
     try:
         given = make_url(url)
@@ -56,6 +63,11 @@ def make_engine(url: str) -> Engine:
     connect = partial(create_engine, json_serializer=_to_json, hide_parameters=True)
     match given.get_backend_name():
         case "sqlite":
+            file = Path(given.database or "")
+            if not file.exists() and restored_copy(file).exists():
+                raise InvalidRequest(
+                    f"a restore of {file.name} was interrupted; repeat `tandem restore FOLDER`"
+                )
             engine = connect(given)
             event.listen(engine, "connect", _prepare_sqlite)
         case "postgresql" | "postgres":

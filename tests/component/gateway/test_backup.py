@@ -14,7 +14,10 @@ import pytest
 import tinker
 from typer.testing import CliRunner
 
+from gateway.admin.backup import _replace_sqlite
+from gateway.storage.database import Database
 from tandem.cli.main import app
+from tandem.errors import InvalidRequest
 from tests.support.gateway.running import KEY, running_gateway
 from tests.support.postgres import on_sqlite, programs, url_for
 
@@ -233,3 +236,26 @@ def test_a_directory_that_was_lost_but_for_the_weights_is_whole_again(place):
     assert place.restore()["missing"] == []
     with running_gateway(place.folder, session_ttl=600) as gate:
         assert listed(gate) == {path}
+
+
+@on_sqlite
+def test_after_a_restore_that_was_killed_no_gateway_starts_until_it_is_repeated(place, monkeypatch):
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        path = service.create_lora_training_client("tiny:full").result().save_state("a").result()
+        place.back_up()
+        settings = gate.settings
+
+    def move(source, target, moved=shutil.move):
+        moved(source, target)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
+        killed.setattr(shutil, "move", move)
+        _replace_sqlite(place.backup, settings)
+    assert not (place.data_dir / "tandem.db").exists()
+    with pytest.raises(InvalidRequest, match="interrupted; repeat `tandem restore FOLDER`"):
+        Database(url="", data_dir=place.data_dir)
+    assert not (place.data_dir / "tandem.db").exists()
+    place.restore()
+    with running_gateway(place.folder, session_ttl=600) as gate:
+        assert listed(gate) == {path.path}
