@@ -302,7 +302,7 @@ def fault(where: tuple[int | str, ...], message: str) -> str:
 
 
 def _decompress(raw: bytes, most: int) -> bytes:
-    """Return at most `most` bytes. zstandard releases the interpreter's lock."""
+    """Return at most `most` bytes of all frames. zstandard releases the interpreter's lock."""
     decompressor = zstandard.ZstdDecompressor(max_window_size=_ZSTD_WINDOW)
-    with decompressor.stream_reader(raw) as reader:
+    with decompressor.stream_reader(raw, read_across_frames=True) as reader:
         return reader.read(most)

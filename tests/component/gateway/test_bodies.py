@@ -131,6 +131,18 @@ def test_a_frame_that_is_longer_than_its_header_says_is_refused(gate):
     assert (answer.status_code, answer.json()["type"]) == (400, "malformed_payload")
 
 
+@pytest.mark.parametrize(("states_size", "status"), [(False, 200), (True, 400)])
+def test_no_frame_of_several_is_dropped(gate, states_size, status):
+    """A first frame that states its size promises the whole body."""
+    frames = [compressed(part, states_size=states_size) for part in (b'{"events":', b"[]}")]
+    with gate.http() as client:
+        answer = client.post("/api/v1/telemetry", content=b"".join(frames), headers=ZSTD)
+        assert answer.status_code == status
+        damaged = compressed(b'{"events":[]}', states_size=states_size) + b"no frame"
+        answer = client.post("/api/v1/telemetry", content=damaged, headers=ZSTD)
+        assert (answer.status_code, answer.json()["type"]) == (400, "malformed_payload")
+
+
 def test_a_compressed_body_takes_no_more_memory_than_it_has_once_it_is_read(gate, monkeypatch):
     seen = []
 
