@@ -195,7 +195,9 @@ def _explain_turn(
     why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
-            why = f"a worker of group {group.name} cannot be put to sleep: {other.reason}"
+            why = f"a worker of group {group.name} cannot be put to sleep"
+            if other.owner == row.owner:  # the reason may name the worker's session
+                why = f"{why}: {other.reason}"
         if other.state == "lost":
             why = f"neither a worker of group {group.name} nor its launcher answers"
     reason = f"{_ordinal(position)} in the queue for the devices of group {group.name}: {why}"

@@ -50,6 +50,19 @@ async def test_whoever_finds_no_room_stays_awake_and_goes_on_and_the_others_hear
 
 
 @in_virtual_time
+async def test_another_owner_hears_nothing_of_why_a_worker_stays_awake():
+    world = SupervisedWorld(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
+    a, b = (world.worker(key, size=6, owner="ann") for key in "ab")
+    c = world.worker("c", size=6, owner="ben")
+    await a.compute(0.1)
+    await b.compute(0.1)
+    waiting = asyncio.create_task(c.compute(0.1))
+    await asyncio.sleep(1)
+    assert c.explain().endswith("a worker of group g cannot be put to sleep")
+    await waiting
+
+
+@in_virtual_time
 async def test_who_finds_no_room_to_sleep_for_as_long_as_anyone_waits_is_ended():
     world = SupervisedWorld(budget=10, disk=0, settings=SharingSettings(quantum=0.5, max_wait=60))
     a, b, c = (world.worker(key, size=6) for key in "abc")
