@@ -106,10 +106,10 @@ class OperationAdmission:
             ) as reserved:
                 try:
                     await self.journal.accept(operation, payload=payload)
-                except IntegrityError:  # in the journal, but no longer in memory
-                    await self.journal.has(run_id=run_id, seq_id=seq_id, digest=digest)
-                    await self.database.sync()
-                    return request_id
+                except IntegrityError:  # in the journal, but not in memory
+                    if not await self.journal.take_back(operation, payload=payload):
+                        await self.database.sync()
+                        return request_id
                 release = reserved.pop_all().close  # when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -119,13 +119,7 @@ class Journal:
         a known `seq_id`."""
         row, remove_payload = _accepted_row(operation), None
         if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
-            file = self._file_of(operation.run_id, operation.seq_id)
-            remove_payload = partial(_unlink, [file])
-            try:
-                await asyncio.to_thread(write_file, file, payload, synced=True)
-            except OSError as error:
-                await asyncio.to_thread(_unlink, [file])
-                raise typed(error) from error
+            remove_payload = await self._write_payload(operation, payload)
         else:
             row["payload"] = payload
         await self.database.write(
@@ -136,6 +130,35 @@ class Journal:
             size=len(payload or b""),
         )
         self.futures.add(operation.future)
+
+    async def take_back(self, operation: Operation, *, payload: bytes | None) -> bool:
+        """Add the future of an operation whose row was committed although its write failed, as when
+        PostgreSQL went away during the commit.
+
+        Return False if the operation has ended. Raises `SequenceTaken`, or `StorageFailed`."""
+        run_id, seq_id = operation.run_id, operation.seq_id
+        await self.has(run_id=run_id, seq_id=seq_id, digest=operation.digest)
+        row = await self.database.read_one(
+            select(operations.c.state).where(
+                operations.c.run_id == run_id, operations.c.seq_id == seq_id
+            )
+        )
+        if row is None or row["state"] != "accepted":
+            return False
+        if payload is not None and len(payload) > INLINE_PAYLOAD_BYTES:
+            await self._write_payload(operation, payload)  # the failed write removed it
+        self.futures.add(operation.future)
+        return True
+
+    async def _write_payload(self, operation: Operation, payload: bytes) -> Callable[[], None]:
+        """Write the file of a large payload, and return its removal. Raises `StorageFailed`."""
+        file = self._file_of(operation.run_id, operation.seq_id)
+        try:
+            await asyncio.to_thread(write_file, file, payload, synced=True)
+        except OSError as error:
+            await asyncio.to_thread(_unlink, [file])
+            raise typed(error) from error
+        return partial(_unlink, [file])
 
     async def accept_creation(self, operation: Operation, *, run: Executable) -> None:
         """Write operation 0 and the run's row (`run`) in one transaction."""

@@ -9,7 +9,7 @@ import tinker
 import zstandard
 from tinker import types
 
-from tandem.errors import LossInputMissing
+from tandem.errors import LossInputMissing, StorageFailed
 from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import finish, optim_step
@@ -40,6 +40,7 @@ def run(gate):
     worker_id, trainer = gate.worker(f"trainer-{session}")
     with gate.http() as client:
         yield Run(gate, run_id, worker_id, trainer, client)
+        client.post(f"/api/v1/sessions/{session}/finish", json={"reason": {"type": "success"}})
 
 
 def test_operations_run_in_order_when_they_arrive_out_of_order(run):
@@ -341,3 +342,32 @@ def test_a_seq_id_far_ahead_costs_nothing_and_the_gateway_goes_on(tmp_path):
         assert refused(2**53)
         assert refused(2**40)
         assert client.get("/api/v1/healthz").status_code == 200
+
+
+@pytest.mark.parametrize("tokens", [3, 30_000])
+def test_an_operation_whose_commit_was_reported_as_failed_is_applied_when_it_is_sent_again(
+    run, monkeypatch, tokens
+):
+    """As when PostgreSQL goes away during a commit, and stays away. A large payload has a file."""
+    database, written = run.gate.gateway.database, []
+
+    async def write(statement, *rows, write=database.write, undo=None, **options):
+        await write(statement, *rows, undo=undo, **options)
+        if "digest" in rows[0]:
+            written.append(rows)
+            if undo is not None:
+                undo()
+            raise StorageFailed("the connection was lost")
+
+    batch = forward_backward_bytes(run.id, 1, tokens=tokens)
+    with monkeypatch.context() as lost:
+        lost.setattr(database, "write", write)
+        answer = run.client.post("/api/v1/forward_backward", content=batch, headers=PROTO)
+        assert (answer.status_code, answer.json()["type"]) == (503, "storage_failed")
+    assert len(written) == 1
+    assert run.step(2).status_code == 200
+    answer = run.client.post("/api/v1/forward_backward", content=batch, headers=PROTO)
+    assert answer.status_code == 200
+    assert run.outcome(1).status_code == 200
+    assert run.outcome(2).json()["metrics"] == {"grad_norm": 1.5}
+    assert [seq_id for _, seq_id in run.trainer.applied] == [1, 2]
