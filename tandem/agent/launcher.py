@@ -267,9 +267,9 @@ class ProcessLauncher:
 
     def _note_end(self, worker: WorkerProcess) -> None:
         self._forget(worker)
-        self.groups.remove_group(worker.pid)
         if worker.scratch is not None:
             _begin(asyncio.to_thread(self.scratches.remove, worker.scratch), self._removals)
+        self.groups.remove_group(worker.pid)  # last: a full disk may refuse it
 
     def _forget(self, worker: WorkerProcess) -> None:
         worker_id = worker.spec.worker_id
