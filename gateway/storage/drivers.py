@@ -64,7 +64,7 @@ def make_engine(url: str) -> Engine:
     match given.get_backend_name():
         case "sqlite":
             file = Path(given.database or "")
-            if restored_copy(file).exists() and not file.exists():
+            if file.name and restored_copy(file).exists() and not file.exists():
                 raise InvalidRequest(
                     f"a restore of {file.name} was interrupted; repeat `tandem restore FOLDER`"
                 )
