@@ -197,8 +197,12 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
     with closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as copy:
         _check(copy, source)
     partial = restored_copy(target)
-    shutil.copyfile(source, partial)
-    fsync_path(partial)
+    try:
+        shutil.copyfile(source, partial)
+        fsync_path(partial)
+    except OSError:  # such as a full disk, which the copy would keep full
+        partial.unlink(missing_ok=True)
+        raise
     # The database goes first: without it, but with the copy, no gateway starts (`make_engine`).
     old = [target, *(p for p in target.parent.glob(f"{target.name}*") if p != target)]
     old += [place / name for place in {data_dir, settings.private} for name in _REPLACED]

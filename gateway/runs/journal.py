@@ -132,8 +132,8 @@ class Journal:
         self.futures.add(operation.future)
 
     async def take_back(self, operation: Operation, *, payload: bytes | None) -> bool:
-        """Add the future of an operation whose row was committed although its write failed, as when
-        PostgreSQL went away during the commit.
+        """Add the future of an operation whose write failed after its commit. PostgreSQL may go
+        away before it answers.
 
         Return False if the operation has ended. Raises `SequenceTaken`, or `StorageFailed`."""
         run_id, seq_id = operation.run_id, operation.seq_id

@@ -53,8 +53,8 @@ def restored_copy(database: Path) -> Path:
 
 
 def make_engine(url: str) -> Engine:
-    """Return the engine of a `sqlite:` or `postgresql:` URL. Raise `InvalidRequest` for others, and
-    for a SQLite database that an interrupted restore left away."""
+    """Return the engine of a `sqlite:` or `postgresql:` URL. Raise `InvalidRequest` for another
+    URL, and for a SQLite database whose restore was interrupted."""
     wanted = "it must be postgresql://USER:PASSWORD@HOST/NAME or sqlite:///FILE"
     try:
         given = make_url(url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import sqlite3
@@ -257,5 +258,24 @@ def test_after_a_restore_that_was_killed_no_gateway_starts_until_it_is_repeated(
         Database(url="", data_dir=place.data_dir)
     assert not (place.data_dir / "tandem.db").exists()
     place.restore()
+    with running_gateway(place.folder, session_ttl=600) as gate:
+        assert listed(gate) == {path.path}
+
+
+@on_sqlite
+def test_a_restore_without_room_for_the_copy_leaves_everything_as_it_was(place, monkeypatch):
+    with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
+        path = service.create_lora_training_client("tiny:full").result().save_state("a").result()
+        place.back_up()
+        settings = gate.settings
+
+    def copyfile(_source, target):
+        target.write_bytes(b"a part")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full, pytest.raises(OSError, match="No space left"):
+        full.setattr(shutil, "copyfile", copyfile)
+        _replace_sqlite(place.backup, settings)
+    assert [file.name for file in place.data_dir.glob(".partial-*")] == []
     with running_gateway(place.folder, session_ttl=600) as gate:
         assert listed(gate) == {path.path}
