@@ -196,7 +196,11 @@ class ProcessLauncher:
         async with self._spawning:  # waits for a worker that is being spawned
             workers = tuple(self._workers.values())
         ends = (self.idle.close(), *(worker.stop_worker() for worker in workers))
-        for fault in await asyncio.gather(*ends, return_exceptions=True):
+        faults = await asyncio.gather(*ends, return_exceptions=True)
+        for call in self._calls:  # such as a hanging suspension, whose program would go on
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        for fault in faults:
             if fault is not None:
                 raise fault
         self._watchers.close()  # last: watchers take this for the end of all workers

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 import tandem.agent.launcher
@@ -240,7 +241,7 @@ async def test_a_worker_without_a_gpu_cannot_be_suspended(agent, machine):
         await agent.suspend(worker, lease=2, timeout=60)
 
 
-async def test_an_agent_that_ends_does_not_wait_for_a_hanging_suspend(
+async def test_an_agent_that_ends_ends_a_hanging_suspend_with_its_program(
     machine, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(tandem.agent.launcher, "uses_gpu", lambda _: True)
@@ -252,8 +253,15 @@ async def test_an_agent_that_ends_does_not_wait_for_a_hanging_suspend(
     worker, pid = await started(launcher, machine)
     machine.on(f"hang checkpoint {pid}")
     asked = asyncio.create_task(launcher.suspend(worker, lease=2, timeout=600))
-    await until(lambda: machine.states(pid) == ["locked"], what="it is being suspended")
+    await until(lambda: bool(hanging_programs()), what="the program hangs")
     async with asyncio.timeout(60):
         await launcher.close()
     assert group_members(pid) == []
-    asked.cancel()
+    assert hanging_programs() == []
+    await asyncio.wait({asked}, timeout=60)
+    assert asked.cancelled()
+
+
+def hanging_programs() -> list[psutil.Process]:
+    children = psutil.Process().children()
+    return [child for child in children if child.cmdline() == ["sleep", "600"]]
