@@ -28,6 +28,7 @@ _REMOVAL_TIMEOUT = 60.0
 _PROGRESS_TIMEOUT = 5.0
 _RELEASE_TIMEOUT = 5.0
 _IDLE_INTERVAL = 0.1
+_FAILED_SEND = "Internal error from Core"  # gRPC's own words
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds for the launcher to report a worker's end after its connection broke."""
 
@@ -277,6 +278,9 @@ async def errors_translated(worker: Worker) -> AsyncIterator[None]:
         code, details = error.code(), without_paths(error.details() or "")
         if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
             raise WorkerUnavailable(details or code.name) from error
+        # A failed send hides the status that ended a stream. The next stream shows it.
+        if code is grpc.StatusCode.INTERNAL and details.startswith(_FAILED_SEND):
+            raise WorkerUnavailable(f"the {kind} ended the stream during a send") from error
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise OperationTimedOut(f"the {kind} gave up: {error.details()}") from error
         metadata = dict(error.trailing_metadata() or ())

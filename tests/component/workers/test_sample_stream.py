@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc.aio
 import pytest
 
-from gateway.workers.clients import WorkerUnavailable
+from gateway.workers.clients import WorkerUnavailable, errors_translated
 from gateway.workers.epoch import Epoch
 from gateway.workers.sampler_client import SamplerClient
 from gateway.workers.worker import Worker
@@ -143,3 +143,24 @@ async def test_a_channel_that_is_closed_fails_what_is_on_its_stream(world: World
         await lost
     with pytest.raises(WorkerUnavailable):
         await world.sample(4)
+
+
+async def test_a_refusal_during_a_send_never_becomes_the_client_s_error(world: World):
+    later = SamplerClient(world.gateway(2), timeout=60, give_up=pytest.fail)
+    await later.load(sampler_pb2.LoadRequest())
+    for _ in range(100):
+        with pytest.raises((GatewaySuperseded, WorkerUnavailable)):
+            await world.sample(2)
+    await later.worker.channel.close()
+
+
+async def test_grpc_s_own_error_of_a_failed_send_means_that_the_worker_is_unavailable(world: World):
+    hidden = grpc.aio.AioRpcError(
+        grpc.StatusCode.INTERNAL,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(),
+        details="Internal error from Core",
+    )
+    with pytest.raises(WorkerUnavailable, match="during a send"):
+        async with errors_translated(world.worker):
+            raise hidden

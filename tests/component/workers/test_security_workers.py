@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -58,6 +59,12 @@ async def channel() -> AsyncIterator[grpc.aio.Channel]:
         await server.stop(None)
 
 
+async def no_requests() -> AsyncIterator[object]:
+    """Keeps a stream open. A send would hide the status of a call that the server has ended."""
+    await asyncio.Event().wait()
+    yield
+
+
 async def call(opened: grpc.aio.Channel, method: MethodDescriptor, metadata) -> grpc.StatusCode:
     request = message_factory.GetMessageClass(method.input_type)()
     path = f"/{method.containing_service.full_name}/{method.name}"
@@ -67,7 +74,7 @@ async def call(opened: grpc.aio.Channel, method: MethodDescriptor, metadata) -> 
     else:
         make = opened.unary_stream if method.server_streaming else opened.unary_unary
     calling = make(path, type(request).SerializeToString, parse)(
-        iter([request]) if method.client_streaming else request, metadata=metadata, timeout=60
+        no_requests() if method.client_streaming else request, metadata=metadata, timeout=60
     )
     try:
         if method.server_streaming:
