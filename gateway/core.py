@@ -31,7 +31,7 @@ from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
-from gateway.runs.record import RunRecords
+from gateway.runs.record.rows import RunRecords
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
 from gateway.runs.stopping import Stop

@@ -23,6 +23,7 @@ from gateway.owners.sessions.registry import SessionRegistry
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
+from gateway.runs.record.identity import identity_of
 from gateway.runs.recovery.replay_log import recovery_of
 from gateway.runs.recovery.resumption import RunResumption
 from gateway.runs.run import Run
@@ -149,6 +150,7 @@ class RunRegistry:
         (also for an untrainable model or missing devices), `PermissionDenied` and
         `SessionFinished`."""
         recovery = recovery_of(user_metadata, self._settings)
+        identity, others = identity_of(user_metadata)
         run_id = run_id_of(session_id=session_id, model_seq_id=model_seq_id)
         request_id = request_id_of(owner=run_id, seq_id=0)
         kind: Kind = "create_model" if load is None else "load_weights"
@@ -207,7 +209,8 @@ class RunRegistry:
                 "owner": session.owner,
                 "project_id": session.project_id,
                 "state": "active",
-                "user_metadata": user_metadata,
+                **vars(identity),
+                "user_metadata": others,
                 "created_at": time.time(),
             }
             try:

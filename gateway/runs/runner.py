@@ -33,7 +33,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
-from gateway.runs.record import TrainingStep
+from gateway.runs.record.rows import TrainingStep
 from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer

@@ -11,7 +11,7 @@ from gateway.owners.usage.meter import UsageMeter
 from gateway.runs.custom_losses import LOSS_NAME, CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, LossReference
-from gateway.runs.record import RunRecords
+from gateway.runs.record.rows import RunRecords
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry

@@ -102,6 +102,13 @@ runs = Table(
     Column("state", String(16), nullable=False),  # active, ended
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
+    # The record's identity. `user_metadata` has the other keys.
+    Column("name", String(200)),
+    Column("tags", JSON),  # a list of text
+    Column("config", JSON),  # an object
+    # The run whose checkpoint it loaded, and that checkpoint's optimizer step.
+    Column("parent_run", String(100)),
+    Column("parent_step", BigInteger),
     Column("user_metadata", JSON),
     # The restoration after a gateway's restart uses the next four columns.
     Column("model", JSON),  # the base model when the run was created, as a BaseModelEntry
@@ -173,6 +180,42 @@ training_steps = Table(
     Column("tokens", BigInteger, nullable=False),
     Column("weight_version", String(200), nullable=False),  # the newest version before the step
     Column("metrics", JSON, nullable=False),  # a value that is not finite is null
+)
+
+# The index of the metrics and rollouts in the files of a run's record. Times are the gateway's. A
+# step is the user's, or the optimizer's in a run without rows of the user.
+run_records = Table(
+    "run_records",
+    metadata,
+    Column("run_id", String(100), primary_key=True),
+    Column("step", BigInteger),  # the largest
+    Column("first_step", BigInteger),  # the smallest
+    Column("by_user", Boolean, nullable=False, default=False),  # whether steps are the user's
+    Column("step_at", Float),  # when `step` arrived
+    Column("pace", Float),  # recent seconds per step
+    Column("last", JSON, nullable=False),  # the newest value of each name
+    Column("rows", BigInteger, nullable=False, default=0),  # of metrics
+    Column("rollouts", BigInteger, nullable=False, default=0),
+    Column("bytes", BigInteger, nullable=False, default=0),
+    Column("dropped", BigInteger, nullable=False, default=0),
+    Column("updated_at", Float, nullable=False),
+)
+
+# The batches of rollouts in the files of a record. `batch` is the client's key.
+rollout_batches = Table(
+    "rollout_batches",
+    metadata,
+    Column("run_id", String(100), primary_key=True),
+    Column("batch", String(100), primary_key=True),
+    Column("step", BigInteger, nullable=False),
+    Column("file", String(100), nullable=False),
+    Column("offset", BigInteger, nullable=False),
+    Column("bytes", BigInteger, nullable=False),
+    Column("count", BigInteger, nullable=False),
+    Column("reward_min", Float),
+    Column("reward_mean", Float),
+    Column("reward_max", Float),
+    Index("rollout_batches_by_step", "run_id", "step"),
 )
 
 sampling_sessions = Table(

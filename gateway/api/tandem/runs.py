@@ -11,7 +11,7 @@ from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
 from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
 from gateway.identifiers import unknown_run
-from gateway.runs.record import RunRecord, TrainingStep
+from gateway.runs.record.rows import RunRecord, TrainingStep
 from gateway.runs.run import Run
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2

@@ -18,7 +18,7 @@ from gateway.owners.auth.identity import Scope, urn_of
 from gateway.owners.sessions.queries import Cursor, EndReason, SessionFilters, SessionRecord
 from gateway.owners.sessions.registry import Metadata, NewSession
 from gateway.owners.usage.trace_exports import PREFIX
-from gateway.runs.record import Storage
+from gateway.runs.record.rows import Storage
 from gateway.workers.run_options import options_of
 from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
 from tandem.settings.chosen_names import Label

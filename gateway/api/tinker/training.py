@@ -38,7 +38,7 @@ from gateway.api.tinker.training_runs import (
 )
 from gateway.checkpoints.compatibility import training_from
 from gateway.identifiers import run_id_of
-from gateway.owners.sessions.registry import Metadata
+from gateway.owners.sessions.registry import RunMetadata
 from gateway.runs.operations import (
     AdamParams,
     Body,
@@ -104,7 +104,7 @@ class CreateViaLoad(BaseModel):
     session_id: str
     model_seq_id: int = Field(ge=0, lt=10**18)
     base_model: str | None = None
-    user_metadata: Metadata | None = None
+    user_metadata: RunMetadata | None = None
     optimizer_config: OptimizerConfig | None = None
 
 

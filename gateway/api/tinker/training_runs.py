@@ -24,8 +24,9 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of, run_id_of, split_model_name
 from gateway.owners.auth.identity import Caller, Scope
-from gateway.owners.sessions.registry import Metadata
-from gateway.runs.record import RunRecord
+from gateway.owners.sessions.registry import RunMetadata
+from gateway.runs.record.identity import metadata_of
+from gateway.runs.record.rows import RunRecord
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,
@@ -64,7 +65,7 @@ class CreateModel(BaseModel):
     session_id: str
     model_seq_id: int = Field(ge=0, lt=10**18)
     base_model: str
-    user_metadata: Metadata | None = None
+    user_metadata: RunMetadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
@@ -221,7 +222,7 @@ def known_optimizer(config: OptimizerConfig) -> Literal["adamw", "dimuon"]:
 
 
 def model_of(
-    gateway: Gateway, base_model: str, user_metadata: Metadata | None
+    gateway: Gateway, base_model: str, user_metadata: RunMetadata | None
 ) -> tuple[BaseModelEntry, bool]:
     """Return the model, and whether its suffix or the metadata request full training. Raises
     `UnknownModel` or `InvalidRequest`."""
@@ -266,5 +267,5 @@ def _run(run: RunRecord, caller: Caller) -> RunInfo:
         last_request_time=run.last_request_at,
         last_checkpoint=training,
         last_sampler_checkpoint=sampler,
-        user_metadata=run.user_metadata if own else None,
+        user_metadata=metadata_of(run.identity, run.user_metadata) if own else None,
     )

@@ -44,9 +44,18 @@ def _as_text(metadata: Mapping[str, object]) -> dict[str, str] | None:
     } or None
 
 
+def _bounded_beside_config(metadata: _Content) -> _Content:
+    _bounded({key: value for key, value in metadata.items() if key != "config"})
+    return metadata
+
+
 TextMetadata = Annotated[dict[str, str], AfterValidator(_bounded)]
 Metadata = Annotated[dict[str, object], AfterValidator(_bounded), AfterValidator(_as_text)]
 """Old clients also send values that are not text. They become JSON."""
+RunMetadata = Annotated[
+    dict[str, object], AfterValidator(_bounded_beside_config), AfterValidator(_as_text)
+]
+"""The configuration of a run has its own bound (`gateway.runs.record.identity`)."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import pytest
 from tinker import types
 from typer.testing import CliRunner
 
-from gateway.runs.record import TrainingStep
+from gateway.runs.record.rows import TrainingStep
 from tandem.cli.main import app
 from tandem.errors import ServerError
 from tests.support.gateway.access_world import Call

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import event, insert, inspect, select, text
+from sqlalchemy import MetaData, event, insert, inspect, select, text
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.tables import metadata, released_folders
+from gateway.storage.tables import metadata, released_folders, runs
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
@@ -107,6 +107,58 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
         await other.open()
     assert schema_of(other._engine) == before
     await other.close()
+
+
+def tables_of_0_2():
+    """The tables before the record of runs."""
+    old, new = MetaData(), {"run_records", "rollout_batches"}
+    added = {"name", "tags", "config", "parent_run", "parent_step"}
+    for table in metadata.sorted_tables:
+        if table.name not in new:
+            copy = table.to_metadata(old)
+            if table.name == "runs":
+                for name in added:
+                    copy._columns.remove(copy.c[name])
+    return old
+
+
+async def test_a_database_of_0_2_gets_the_record_and_keeps_its_runs(tmp_path):
+    (tmp_path / "new").mkdir()
+    fresh = await opened(tmp_path / "new")
+    data_dir = tmp_path / "old"
+    data_dir.mkdir()
+    database = Database(url=url_for(data_dir), data_dir=data_dir)
+    old = tables_of_0_2()
+    row = {
+        "id": RUN,
+        "session_id": "s-1",
+        "base_model": "tiny",
+        "training": {},
+        "owner": "ann",
+        "state": "ended",
+        "user_metadata": {"name": "kept"},
+        "created_at": 1.0,
+    }
+    with database._engine.begin() as connection:
+        old.create_all(connection)
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
+        connection.execute(text("INSERT INTO alembic_version VALUES ('0001_first')"))
+        connection.execute(insert(old.tables["runs"]).values(row))
+    await database.open()
+    assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
+    (found,) = await database.read(select(runs))
+    assert (found["id"], found["user_metadata"]) == (RUN, {"name": "kept"})
+    assert (found["name"], found["tags"], found["config"], found["parent_run"]) == (None,) * 4
+    await database.close()
+    await fresh.close()
+
+
+def by_name(schema):
+    """A migrated table has its new columns at the end."""
+    return {
+        name: {**table, "columns": sorted(table["columns"], key=lambda column: column["name"])}
+        for name, table in schema.items()
+    }
 
 
 async def test_a_data_directory_can_be_moved(tmp_path):

@@ -14,6 +14,7 @@ from sqlalchemy import RowMapping, func, or_, select, tuple_
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
 from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller, Scope, visible
+from gateway.runs.record.identity import RunIdentity
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs, training_steps
 from tandem.errors import SessionFinished
@@ -43,6 +44,9 @@ class RunRecord:
     ended_at: float | None
     failed: bool
     last_request_at: float
+    identity: RunIdentity
+    parent_run: str | None
+    parent_step: int | None
     user_metadata: Mapping[str, str] | None
     last_training: Checkpoint | None
     last_sampler: Checkpoint | None
@@ -142,6 +146,7 @@ class RunRecords:
                 ranks=(row["asks"] or {}).get("ranks", 1),
                 failed=row["state"] == "ended"
                 and row["error_type"] not in ("", SessionFinished.type),
+                identity=RunIdentity(row["name"], row["tags"], row["config"]),
                 last_training=newest.get((row["id"], "weights")),
                 last_sampler=newest.get((row["id"], "sampler_weights")),
             )

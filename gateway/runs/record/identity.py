@@ -1,0 +1,92 @@
+"""A run's name, tags and configuration, which a client gives in `user_metadata`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tandem.errors import InvalidRequest
+
+MAX_NAME, MAX_TAGS, MAX_CONFIG = 200, 50, 64 * 2**10
+"""Characters of a name or a tag, the number of tags, and bytes of a configuration as JSON."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """The columns of `runs`. None: not given."""
+
+    name: str | None = None
+    tags: Sequence[str] | None = None
+    config: Mapping[str, object] | None = None
+
+    def check_limits(self) -> None:
+        """Raises `InvalidRequest` beyond the limits."""
+        if self.name is not None and len(self.name) > MAX_NAME:
+            raise InvalidRequest(f"the run's name has {len(self.name)} characters, {MAX_NAME} fit")
+        if self.tags is not None and len(self.tags) > MAX_TAGS:
+            raise InvalidRequest(f"the run has {len(self.tags)} tags, {MAX_TAGS} at most")
+        if long := [tag for tag in self.tags or () if len(tag) > MAX_NAME]:
+            raise InvalidRequest(f"a tag has {len(long[0])} characters, {MAX_NAME} at most")
+        _check_size(json.dumps(self.config, ensure_ascii=False))
+
+
+def identity_of(
+    user_metadata: Mapping[str, object] | None,
+) -> tuple[RunIdentity, dict[str, object] | None]:
+    """Return the identity in a run's `user_metadata`, and the other keys, None without any. A
+    `config` that is no JSON object stays with them. Raises `InvalidRequest` beyond the limits."""
+    others = dict(user_metadata or {})
+    name, tags = others.pop("name", None), others.pop("tags", None)
+    _check_size(text := str(others.get("config", "")))
+    config = _parsed(text)
+    if isinstance(config, dict):
+        del others["config"]
+    identity = RunIdentity(
+        name=str(name) if name is not None else None,
+        tags=_tags(str(tags)) if tags is not None else None,
+        config=config if isinstance(config, dict) else None,
+    )
+    identity.check_limits()
+    return identity, others or None
+
+
+def metadata_of(
+    identity: RunIdentity, others: Mapping[str, str] | None
+) -> Mapping[str, str] | None:
+    """Return the `user_metadata` of an identity and the other keys, as a client gave them."""
+    given: dict[str, str] = {}
+    if identity.name is not None:
+        given["name"] = identity.name
+    if (tags := identity.tags) is not None:
+        plain = not any("," in tag for tag in tags)
+        given["tags"] = ",".join(tags) if plain else json.dumps(tags, ensure_ascii=False)
+    if identity.config is not None:
+        given["config"] = json.dumps(identity.config, ensure_ascii=False)
+    return {**given, **(others or {})} or None
+
+
+def _check_size(config: str) -> None:
+    if (size := len(config.encode(errors="replace"))) > MAX_CONFIG:
+        raise InvalidRequest(f"the run's config has {size} bytes as JSON, {MAX_CONFIG} at most")
+
+
+def _parsed(text: str) -> object:
+    """Return parsed JSON, None for other text. NaN and infinities become text, since PostgreSQL
+    refuses them."""
+    try:
+        return json.loads(text, parse_constant=str, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _finite(text: str) -> float | str:
+    return value if math.isfinite(value := float(text)) else text
+
+
+def _tags(text: str) -> list[str]:
+    listed = _parsed(text)
+    tags = listed if isinstance(listed, list) else text.split(",")
+    stripped = (str(tag).strip() for tag in tags)
+    return list(dict.fromkeys(tag for tag in stripped if tag))

@@ -1,0 +1,46 @@
+"""The record of runs: their identity, their parent, and the index of metrics and rollouts."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002_record"
+down_revision = "0001_first"
+
+
+def upgrade() -> None:
+    op.add_column("runs", sa.Column("name", sa.String(200)))
+    op.add_column("runs", sa.Column("tags", sa.JSON()))
+    op.add_column("runs", sa.Column("config", sa.JSON()))
+    op.add_column("runs", sa.Column("parent_run", sa.String(100)))
+    op.add_column("runs", sa.Column("parent_step", sa.BigInteger()))
+    op.create_table(
+        "run_records",
+        sa.Column("run_id", sa.String(100), primary_key=True),
+        sa.Column("step", sa.BigInteger()),
+        sa.Column("first_step", sa.BigInteger()),
+        sa.Column("by_user", sa.Boolean(), nullable=False),
+        sa.Column("step_at", sa.Float()),
+        sa.Column("pace", sa.Float()),
+        sa.Column("last", sa.JSON(), nullable=False),
+        sa.Column("rows", sa.BigInteger(), nullable=False),
+        sa.Column("rollouts", sa.BigInteger(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("dropped", sa.BigInteger(), nullable=False),
+        sa.Column("updated_at", sa.Float(), nullable=False),
+    )
+    op.create_table(
+        "rollout_batches",
+        sa.Column("run_id", sa.String(100), primary_key=True),
+        sa.Column("batch", sa.String(100), primary_key=True),
+        sa.Column("step", sa.BigInteger(), nullable=False),
+        sa.Column("file", sa.String(100), nullable=False),
+        sa.Column("offset", sa.BigInteger(), nullable=False),
+        sa.Column("bytes", sa.BigInteger(), nullable=False),
+        sa.Column("count", sa.BigInteger(), nullable=False),
+        sa.Column("reward_min", sa.Float()),
+        sa.Column("reward_mean", sa.Float()),
+        sa.Column("reward_max", sa.Float()),
+    )
+    op.create_index("rollout_batches_by_step", "rollout_batches", ["run_id", "step"])
