@@ -509,8 +509,8 @@ class OptimStepReply(google.protobuf.message.Message):
     def metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]: ...
     @property
     def batch_metrics(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
-        """Sums over the forward_backwards whose gradients were applied. Metrics are combined by their
-        suffixes.
+        """Of the forward_backwards whose gradients were applied. Metrics are combined by their suffixes.
+        Names without a suffix are numbers of the whole step (trainer_service/losses/numbers.py).
         """
 
     def __init__(

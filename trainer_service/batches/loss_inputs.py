@@ -280,7 +280,8 @@ def active_entries(
     *,
     entries: int,
     sequences: Int64Array | None,
-) -> int:
+) -> NDArray[np.bool_]:
+    """Return the entries that the loss acts on: [E]."""
     name = "mask" if "mask" in inputs else loss.active
     acts = inputs[name] != 0 if name else np.ones(entries, np.bool_)
     for given in loss.inputs:
@@ -288,7 +289,7 @@ def active_entries(
             acts &= np.isfinite(inputs[given.name])
     if loss.sampled_only and sequences is not None:
         acts &= sequences >= 0
-    return int(np.count_nonzero(acts))
+    return acts
 
 
 def _read(data: bytes, dtype: int) -> Float32Array:

@@ -134,10 +134,14 @@ def validate(
             )
         else:
             reader.read_input(given)
+    acts = active_entries(loss, reader.read, entries=len(targets), sequences=sequences)
     totals = Totals(
         datums=len(lengths),
         entries=len(targets),
-        active=active_entries(loss, reader.read, entries=len(targets), sequences=sequences),
+        active=int(np.count_nonzero(acts)),
+        active_datums=int(
+            np.count_nonzero(np.logical_or.reduceat(acts, starts_of(lengths * widths)))
+        ),
     )
     return Batch(
         loss=loss,

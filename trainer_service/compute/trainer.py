@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +25,7 @@ from trainer_service.batches.micro_batches import RankPlan, plan_batch, ranges
 from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
+from trainer_service.losses.numbers import batch_sums
 from trainer_service.models.files import BaseModelFiles
 from trainer_service.optimizers import StepSettings
 
@@ -79,11 +80,13 @@ class BatchProgress:
 
 @dataclass(frozen=True)
 class BatchResult:
-    """`logprobs` [E], the loss's metrics, and the `plan` (tokens of a micro-batch)."""
+    """`logprobs` [E], the loss's metrics, the `plan` (tokens of a micro-batch), and the sums and
+    maxima for the numbers of a step, by `losses.numbers`."""
 
     logprobs: Float32Array
     metrics: dict[str, float]
     plan: int
+    sums: Mapping[str, float]
 
 
 class RankTrainer:
@@ -251,7 +254,12 @@ class RankTrainer:
             "tokens:sum": float(batch.lengths.sum()),
             **loss.metrics(named),
         }
-        return BatchResult(logprobs=logprobs, metrics=metrics, plan=micro_batch_tokens)
+        return BatchResult(
+            logprobs=logprobs,
+            metrics=metrics,
+            plan=micro_batch_tokens,
+            sums=batch_sums(loss, named, batch.totals, wide=bool(batch.trailing.any())),
+        )
 
     def optim_step(self, settings: StepSettings) -> dict[str, float]:
         """Apply one step. Raises `GradientsNotFinite` on all ranks alike."""

@@ -89,11 +89,12 @@ class Totals:
     """Counts over the whole request, equal on every rank and in every micro-batch.
 
     `entries` counts target tokens ([N, K] targets count N·K). `active` counts the entries that the
-    loss acts on."""
+    loss acts on, and `active_datums` the datums with any."""
 
     datums: int
     entries: int
     active: int
+    active_datums: int = 0
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
+
 from trainer_service.losses.base import (
     AGGREGATION_SETTINGS,
     DatumLayout,
@@ -31,7 +33,10 @@ def cross_entropy(
     weights = inputs["weights"]
     active = (weights != 0).to(logprobs.dtype)
     loss = aggregate(-(weights * logprobs), active, settings, layout)
-    return LossResult(loss=loss, sums=(weights.sum(),))
+    with torch.no_grad():
+        surprise = -(weights * logprobs).sum()
+        negative = (weights < 0).to(weights.dtype).sum()
+        return LossResult(loss=loss, sums=(weights.sum(), surprise, negative))
 
 
 LOSS = Loss(
@@ -43,6 +48,6 @@ LOSS = Loss(
     by_entry=lambda settings: True,
     active="weights",
     wide=True,
-    sum_names=("weights",),
+    sum_names=("weights", "surprise", "negative"),
     metrics=lambda sums: {"weights:sum": sums["weights"]},
 )

@@ -118,9 +118,12 @@ CORRECTION_SETTINGS = (
     *(setting for correction in CORRECTIONS.values() for setting in correction.settings),
 )
 POLICY_SETTINGS = (*AGGREGATION_SETTINGS, *KL_SETTINGS, *CORRECTION_SETTINGS)
-POLICY_SUMS = ("active", "dropped", "ratio", "kl", "ref_kl", "weight", "rejected")
+POLICY_SUMS = (
+    *("active", "dropped", "ratio", "kl", "ref_kl", "weight", "rejected"),
+    *("sampled", "k3", "entropy", "gap"),
+)
 CLIPPED_POLICY_SUMS = (*POLICY_SUMS, "clipped")
-POLICY_MAXIMA = ("ratio_max",)
+POLICY_MAXIMA = ("ratio_max", "gap_max")
 
 
 def bound_settings(low: float, high: float) -> tuple[Setting, ...]:
@@ -272,13 +275,17 @@ def reported(
     weight: Tensor,
     ratio: Tensor | None = None,
     clipped: Tensor | None = None,
+    sampled: bool = True,
 ) -> LossResult:
     """The loss with statistics of its active tokens, in the order of `POLICY_SUMS`. All [E] but
     `loss`.
 
-    "kl" estimates KL(old, p) by -log ratio ("k1", Schulman, joschu.net/blog/kl-approx)."""
+    "kl" and "k3" estimate KL(old, p) by -log ratio and by ratio - log ratio - 1 (k1 and k3 of
+    Schulman, joschu.net/blog/kl-approx). "entropy" estimates the sampler's by -mu, and "gap" is
+    |p - mu|. "sampled" counts the tokens with a sampler's logprob: none unless `sampled`."""
     with torch.no_grad():
         active = tokens.active
+        gap = (tokens.logprobs - tokens.sampler).abs() * active
         ratio = tokens.ratio if ratio is None else ratio
         sums: tuple[Tensor, ...] = (
             active.sum(),
@@ -288,10 +295,14 @@ def reported(
             (kl * active).sum(),
             (weight * active).sum(),
             ((weight == 0) * active).sum(),
+            active.sum() * sampled,
+            ((tokens.log_ratio.expm1() - tokens.log_ratio) * active).sum(),
+            -(tokens.sampler * active).sum(),
+            gap.sum(),
         )
         if clipped is not None:
             sums = (*sums, (clipped * active).sum())
-        return LossResult(loss=loss, sums=sums, maxima=((ratio * active).amax(),))
+        return LossResult(loss=loss, sums=sums, maxima=((ratio * active).amax(), gap.amax()))
 
 
 def policy_metrics(sums: Mapping[str, float]) -> dict[str, float]:

@@ -48,7 +48,8 @@ def stable_reinforce(
 
     With provenance spans, each sampled sequence is judged by itself and prompt tokens do not act.
     Without them, the datum is one sequence. Without `logprobs`, q = p and r = 1."""
-    if "logprobs" not in inputs:
+    sampled = "logprobs" in inputs
+    if not sampled:
         inputs = {**inputs, "logprobs": logprobs.detach()}
     tokens = ready(logprobs, inputs)
     tokens = dataclasses.replace(tokens, active=tokens.active * (layout.sequence >= 0))
@@ -61,7 +62,8 @@ def stable_reinforce(
     reinforce = -kept * capped * logprobs * tokens.advantages
     values = reinforce + settings.number("kl_coeff") * pull
     loss = aggregate(values, tokens.active, settings, layout)
-    return reported(tokens, loss, kl=pull, weight=kept, clipped=capped != ratio)
+    clipped = capped != ratio
+    return reported(tokens, loss, kl=pull, weight=kept, clipped=clipped, sampled=sampled)
 
 
 LOSS = Loss(

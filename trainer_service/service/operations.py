@@ -42,33 +42,52 @@ from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import device_peaks
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.losses.numbers import step_numbers
 from trainer_service.optimizers import step_settings
 from trainer_service.service.switching import Switching
 
 
 @dataclass
 class HeldBatches:
-    """The batches with held gradients. `tokens` and `seconds` are their sums."""
+    """The batches with held gradients. `tokens` and `seconds` are their sums. `sums` are for
+    `step_numbers`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
+    sums: dict[str, float] = field(default_factory=dict)
     tokens: int = 0
     seconds: float = 0.0
 
-    def add_batch(self, metrics: Mapping[str, float], *, tokens: int, seconds: float) -> None:
+    def add_batch(
+        self,
+        metrics: Mapping[str, float],
+        *,
+        tokens: int,
+        seconds: float,
+        sums: Mapping[str, float],
+    ) -> None:
         """Combine metrics by the suffix of their name, or else by the mean over tokens."""
         share = tokens / max(1, self.tokens + tokens)
-        for name, value in metrics.items():
-            before = self.metrics.get(name)
-            if before is None:
-                self.metrics[name] = value
-            elif name.endswith(":sum"):
-                self.metrics[name] = before + value
-            elif name.endswith((":max", ":min")):
-                self.metrics[name] = (max if name.endswith(":max") else min)(before, value)
-            else:
-                self.metrics[name] = before + (value - before) * share
+        _combine(self.metrics, metrics, share=share)
+        _combine(self.sums, sums, share=share)
         self.tokens += tokens
         self.seconds += seconds
+
+    def as_metrics(self) -> dict[str, float]:
+        """Return the metrics, and the numbers of a step with these batches."""
+        return self.metrics | step_numbers(self.sums)
+
+
+def _combine(combined: dict[str, float], more: Mapping[str, float], *, share: float) -> None:
+    for name, value in more.items():
+        before = combined.get(name)
+        if before is None:
+            combined[name] = value
+        elif name.endswith(":sum"):
+            combined[name] = before + value
+        elif name.endswith((":max", ":min")):
+            combined[name] = (max if name.endswith(":max") else min)(before, value)
+        else:
+            combined[name] = before + (value - before) * share
 
 
 class Operations:
@@ -161,7 +180,9 @@ class Operations:
         assert computed is not None
         seconds, tokens = time.perf_counter() - began, len(batch.tokens)
         if not batch.forward_only and self._held is not None:
-            self._held.add_batch(computed.metrics, tokens=tokens, seconds=seconds)
+            self._held.add_batch(
+                computed.metrics, tokens=tokens, seconds=seconds, sums=computed.sums
+            )
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
             seconds=seconds,
@@ -213,7 +234,7 @@ class Operations:
             metrics=metrics,
             step=trainer.step,
             seconds=seconds,
-            batch_metrics=held.metrics,
+            batch_metrics=held.as_metrics(),
             batch_tokens=held.tokens,
             batch_seconds=held.seconds,
             weight_version=self._published,

@@ -33,21 +33,22 @@ def requests() -> dict[str, wire.ForwardBackwardRequest]:
     }
 
 
-def answers(client: TrainerClient) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
-    """Outputs and norms of gradients, with unchanged weights."""
+Answers = dict[str, tuple[wire.ForwardBackwardOutput, float, dict[str, float]]]
+
+
+def answers(client: TrainerClient) -> Answers:
+    """Outputs, norms of gradients and metrics of a step, with unchanged weights."""
     found = {}
     for name, message in requests().items():
         output = client.output(message)
         step: trainer_pb2.OptimStepReply = client.optim_step(lr=0.0)
         assert not step.HasField("failure"), step.failure
-        found[name] = (output, step.metrics["grad_norm"])
+        found[name] = (output, step.metrics["grad_norm"], dict(step.batch_metrics))
     return found
 
 
 @pytest.fixture(scope="module")
-def alone(
-    model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[wire.ForwardBackwardOutput, float]]:
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Answers:
     with trainer_process(model, tmp_path_factory.mktemp("one")) as client:
         return answers(client)
 
@@ -77,8 +78,9 @@ def test_two_ranks_compute_what_one_computes(
     ) as client:
         client.wait_until_serving(COMPILE_SECONDS)
         both = answers(client)
-    for name, (output, norm) in alone.items():
-        other, other_norm = both[name]
+    for name, (output, norm, of_step) in alone.items():
+        other, other_norm, other_step = both[name]
+        assert other_step == pytest.approx(of_step, rel=1e-4, abs=1e-5), name
         assert dict(other.metrics) == pytest.approx(dict(output.metrics), rel=1e-4, abs=1e-5), name
         assert other_norm == pytest.approx(norm, rel=1e-4), name
         assert norm > 0, name
