@@ -132,6 +132,10 @@ def export(
         if "adapter_config.json" in urls:
             base = base or _registered_base(data_dir, path, needed=merged)
         if merged and base:
+            if not base.is_dir():
+                raise InvalidRequest(
+                    f"the base model {base} is not on this machine; name its folder with --base"
+                )
             _merge(adapter=partial, base=base, target=directory)
             shutil.rmtree(partial)
         else:

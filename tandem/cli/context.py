@@ -1,13 +1,24 @@
-"""Shared parts of the commands: consoles, JSON output and calls to the gateway."""
+"""Shared parts of the commands: consoles, JSON output, and the gateway that a command asks.
+
+`chosen_gateway` decides. A URL, of `--url` or TINKER_BASE_URL, names a gateway anywhere, and the
+command acts as TINKER_API_KEY. `--data-dir` names this machine's gateway and beats the variable.
+Without both, the command asks the gateway of the settings' data directory, as TINKER_API_KEY or as
+its local administrator."""
 
 from __future__ import annotations
 
 import os
+import ssl
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -16,8 +27,16 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from tandem.errors import ServerError, UserError, describe
-from tandem.protocol.own_machine import http_client
+from tandem.errors import (
+    PermissionDenied,
+    ServerError,
+    TandemError,
+    Unauthenticated,
+    UserError,
+    describe,
+    from_type,
+)
+from tandem.protocol.own_machine import http_client, is_own_machine
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.variables import check_environment
 from tandem.stack import Endpoint, read_endpoint
@@ -29,9 +48,9 @@ def new_console(*, stderr: bool = False, width: int | None = None) -> Console:
     return Console(stderr=stderr, width=width, highlight=False, emoji=False)
 
 
-def new_commands(about: str) -> typer.Typer:
+def new_commands(about: str) -> Commands:
     """Return a group of commands with help texts without rich's markup."""
-    return typer.Typer(
+    return Commands(
         help=about,
         no_args_is_help=True,
         rich_markup_mode=None,
@@ -42,10 +61,21 @@ def new_commands(about: str) -> typer.Typer:
 out = new_console()
 err = new_console(stderr=True)
 
+Function = TypeVar("Function", bound=Callable[..., None])
+
 OWN_API = "api/tandem/v1"
 TINKER_API = "api/v1"
+URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url",
+        metavar="URL",
+        help="A gateway, also elsewhere (TINKER_BASE_URL). It gets TINKER_API_KEY.",
+    ),
+]
 DataDir = Annotated[
     Path | None,
     typer.Option("--data-dir", help="Where Tandem keeps its state (TANDEM_DATA_DIR)."),
@@ -81,8 +111,102 @@ def read_settings() -> GatewaySettings:
     return GatewaySettings()
 
 
+_given_url: ContextVar[str] = ContextVar("given_url", default="")
+"""The `--url` of this command line."""
+
+
+def note_url(url: str | None, *, anew: bool = False) -> None:
+    """Remember a `--url`. `anew`: a new command line begins."""
+    if url is not None or anew:
+        _given_url.set(url or "")
+
+
+class Commands(typer.Typer):
+    """Its commands have the option `--url`, except those with `here=True`."""
+
+    def command(  # type: ignore[override]  # typer's other parameters are unused
+        self, name: str | None = None, *, here: bool = False
+    ) -> Callable[[Function], Function]:
+        register = super().command(name)
+
+        def add(function: Function) -> Function:
+            register(function if here else _with_url(function))
+            return function
+
+        return add
+
+
+def _with_url(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function of a command with a further parameter `url`."""
+
+    @wraps(function)
+    def command(*, url: str | None = None, **values: Any) -> None:
+        note_url(url)
+        function(**values)
+
+    url = Parameter("url", Parameter.KEYWORD_ONLY, default=None, annotation=UrlOption)
+    plain = signature(function, eval_str=True)
+    parameters = [*plain.parameters.values(), url]
+    vars(command)["__signature__"] = plain.replace(parameters=parameters)
+    command.__annotations__ = function.__annotations__ | {"url": UrlOption}
+    return command
+
+
+@dataclass(frozen=True)
+class Target:
+    """A gateway, and the key that a command sends it. `remote`: a URL named it, so this machine's
+    files may not be its files."""
+
+    url: str
+    api_key: str = field(repr=False)
+    remote: bool = False
+
+    def client(self, *, timeout: float = 30) -> httpx.Client:
+        headers = {"X-API-Key": self.api_key}
+        return http_client(f"{self.url}/", headers=headers, timeout=timeout)
+
+
+def remote_url(data_dir: Path | None) -> str:
+    """Return the URL of `--url` or TINKER_BASE_URL, "" for this machine's gateway. Raises
+    `UserError` for a malformed URL, or for both `--url` and `--data-dir`."""
+    given, name = _given_url.get(), "--url"
+    if given and data_dir is not None:
+        raise UserError("--url and --data-dir both name a gateway; give one of them")
+    if not given and data_dir is None:
+        given, name = os.environ.get(URL_VARIABLE, ""), URL_VARIABLE
+    if not given:
+        return ""
+    try:
+        url = httpx.URL(given)
+    except httpx.InvalidURL:
+        url = httpx.URL("")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise UserError(f"{name} is {given[:200]!r}, not a URL such as https://tandem.example.org")
+    return given.rstrip("/")
+
+
+def chosen_gateway(data_dir: Path | None) -> Target:
+    """Return the command's gateway. Raises `UserError` for a remote one without a key, or
+    `ServerError` if no gateway runs here."""
+    key = os.environ.get(KEY_VARIABLE, "")
+    if url := remote_url(data_dir):
+        if not key:
+            raise UserError(
+                f"commands to {url} act as {KEY_VARIABLE}, which is not set; an admin makes a key "
+                "with `tandem keys create`"
+            )
+        return Target(url, key, remote=True)
+    endpoint = running_gateway(data_dir)
+    if data_dir is not None and os.environ.get(URL_VARIABLE):
+        key = ""  # it is of the other gateway
+    return Target(endpoint.url, key or endpoint.api_key)
+
+
 def resolve_data_dir(data_dir: Path | None) -> Path:
-    """Return the data directory of the option, else of the settings. Raises `UnknownSetting`."""
+    """Return the data directory of the option, else of the settings, for a command on this
+    machine's files. Raises `UserError` with `--url`, or `UnknownSetting`."""
+    if _given_url.get():
+        raise UserError("this command works on the machine of the gateway only; drop --url")
     check_environment(os.environ)
     return data_dir if data_dir is not None else GatewaySettings().data_dir
 
@@ -94,7 +218,7 @@ def running_gateway(data_dir: Path | None) -> Endpoint:
     if endpoint is None:
         raise ServerError(
             f"no gateway of this host or container runs on {directory}; start one with "
-            "`tandem up`, or name its --data-dir"
+            f"`tandem up`, name its --data-dir, or name one elsewhere with --url ({URL_VARIABLE})"
         )
     return endpoint
 
@@ -118,23 +242,91 @@ def call(
     api: str = OWN_API,
     timeout: float = 30,
 ) -> Any:
-    """Call the gateway and return its JSON answer. Raises `ServerError` for an error.
+    """Call the chosen gateway and return its JSON answer. Raises the gateway's error, or
+    `ServerError` if it cannot be reached.
 
     `timeout` is in seconds. `api` is Tandem's own API or the SDK's."""
-    endpoint = running_gateway(data_dir)
+    target = chosen_gateway(data_dir)
+    with explained(target), target.client(timeout=timeout) as client:
+        return read_answer(target, client.request(method, f"{api}/{path}", json=body))
+
+
+@contextmanager
+def explained(target: Target) -> Iterator[None]:
+    """Raise `ServerError`, which says what to do, for a gateway that cannot be reached."""
     try:
-        with http_client(
-            f"{endpoint.url}/{api}/", headers={"X-API-Key": endpoint.api_key}, timeout=timeout
-        ) as client:
-            answer = client.request(method, path, json=body)
+        yield
     except httpx.HTTPError as error:
+        if (fault := _tls_fault(error)) is not None:
+            raise ServerError(f"no TLS connection to {target.url}: {fault}") from error
+        if not target.remote:
+            hint = "`tandem logs gateway` may show why"
+        elif is_own_machine(target.url):
+            hint = "start it, or read its files: `tandem logs gateway --data-dir DIRECTORY`"
+        else:
+            hint = f"check the URL (--url, {URL_VARIABLE}), and that the gateway runs there"
         raise ServerError(
-            f"the gateway at {endpoint.url} does not answer: {describe(error)}; `tandem "
-            "logs gateway` may show why"
+            f"the gateway at {target.url} does not answer: {describe(error)}; {hint}"
         ) from error
-    if answer.is_error:
-        raise ServerError(answer.json().get("error", answer.text))
-    return answer.json() if answer.content else None
+
+
+def _tls_fault(error: BaseException) -> str | None:
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ssl.SSLError):
+        cause = cause.__cause__ or cause.__context__
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return (
+            f"its certificate is not trusted ({cause.verify_message}); name its authority's file "
+            "in SSL_CERT_FILE"
+        )
+    if cause is not None and "WRONG_VERSION_NUMBER" in str(cause):
+        return "the server speaks plain HTTP; begin the URL with http://"
+    return None if cause is None else describe(cause)
+
+
+def read_answer(target: Target, answer: httpx.Response) -> Any:
+    """Return a JSON answer, None if it is empty. Raises the gateway's error, or `ServerError` if
+    the server is no Tandem gateway."""
+    if answer.is_success and not answer.content:
+        return None
+    try:
+        content: Any = answer.json()
+    except ValueError:
+        content = None
+    if answer.is_success and content is not None:
+        return content
+    error = _refusal(content)
+    if error is None:
+        moved = answer.headers.get("location", "")
+        hint = f"it redirects to {moved}" if answer.is_redirect else f"status {answer.status_code}"
+        raise ServerError(
+            f"the server at {target.url} is not a Tandem gateway ({hint}); check the URL (--url, "
+            f"{URL_VARIABLE})"
+        )
+    if isinstance(error, Unauthenticated) and os.environ.get(KEY_VARIABLE) == target.api_key:
+        or_none = "" if target.remote else ", or unset it to act as the local administrator"
+        raise Unauthenticated(
+            f"{target.url} refuses {KEY_VARIABLE}: {error.message}; set it to a key of this "
+            f"gateway{or_none}"
+        )
+    if isinstance(error, PermissionDenied):
+        raise PermissionDenied(f"{target.url} does not permit this: {error.message}")
+    raise error
+
+
+def _refusal(content: object) -> TandemError | None:
+    """Return the error of a refusal in Tandem's form or in OpenAI's."""
+    if not isinstance(content, dict):
+        return None
+    said: Any = content.get("error")
+    type_: Any = content.get("type")
+    if isinstance(said, dict):
+        said, type_ = said.get("message"), said.get("code")
+        if type_ == "invalid_api_key":
+            type_ = Unauthenticated.type
+    if not isinstance(said, str) or not isinstance(type_, str):
+        return None
+    return from_type(type_, said)
 
 
 def run_offline(

@@ -15,6 +15,7 @@ from tandem.cli.context import (
     call,
     end_if_json,
     new_commands,
+    remote_url,
     resolve_data_dir,
     run_offline,
     say,
@@ -24,6 +25,14 @@ from tandem.errors import UserError
 from tandem.stack import read_endpoint
 
 app = new_commands("API keys: create, list and revoke.")
+
+OfflineFlag = Annotated[
+    bool,
+    typer.Option(
+        "--offline",
+        help="Change the database of --data-dir, with no gateway. Default if none runs.",
+    ),
+]
 
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _COLUMNS = {
@@ -53,6 +62,7 @@ def create(
     expires: Annotated[
         str, typer.Option(help="Lifetime, such as 12h, 30d or 8w. Default: unlimited.")
     ] = "",
+    offline: OfflineFlag = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -62,7 +72,7 @@ def create(
     body: dict[str, object] = {"owner": owner, "role": role, "name": name}
     if expires:
         body["expires_in"] = parse_duration(expires)
-    answer = _ask(data_dir, "create", body=body)
+    answer = _ask(data_dir, "create", body=body, offline=offline)
     end_if_json(as_json, answer)
     say(f"Key {answer['id']} of {owner}, role {role}. It is shown only this once:\n")
     say(f"  export TINKER_API_KEY={answer['key']}\n")
@@ -70,11 +80,13 @@ def create(
 
 
 @app.command("list")
-def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
+def list_keys(
+    offline: OfflineFlag = False, data_dir: DataDir = None, as_json: JsonFlag = False
+) -> None:
     """List all keys, including expired and revoked ones.
 
     The keys themselves are not shown."""
-    answer = _ask(data_dir, "list")
+    answer = _ask(data_dir, "list", offline=offline)
     end_if_json(as_json, answer)
     show_table(
         list(_COLUMNS.values()),
@@ -88,11 +100,12 @@ def list_keys(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 @app.command("revoke")
 def revoke(
     key_id: Annotated[str, typer.Argument(help="The id of the key, as `list` shows it.")],
+    offline: OfflineFlag = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Revoke a key and all its tokens at once."""
-    answer = _ask(data_dir, "revoke", key_id=key_id)
+    answer = _ask(data_dir, "revoke", key_id=key_id, offline=offline)
     end_if_json(as_json, answer)
     say(f"{answer['id']} of {answer['owner']} is revoked.")
 
@@ -111,10 +124,11 @@ def _ask(
     *,
     body: Mapping[str, object] | None = None,
     key_id: str = "",
+    offline: bool,
 ) -> dict[str, Any]:
-    """Ask the gateway of this data directory, or change its database if none runs."""
-    directory = resolve_data_dir(data_dir)
-    if read_endpoint(directory) is None:
+    """Ask the chosen gateway. `offline`, or if none runs here: change the database."""
+    if offline or (not remote_url(data_dir) and read_endpoint(resolve_data_dir(data_dir)) is None):
+        directory = resolve_data_dir(data_dir)
         request = {"action": action, "create": body, "key_id": key_id}
         return run_offline("gateway.admin.offline_keys", directory, request)
     if not re.fullmatch(r"[A-Za-z0-9-]{0,64}", key_id):
@@ -124,5 +138,5 @@ def _ask(
         "list": ("GET", "keys"),
         "revoke": ("DELETE", f"keys/{key_id}"),
     }[action]
-    answer: dict[str, Any] = call(directory, method, path, body=body)
+    answer: dict[str, Any] = call(data_dir, method, path, body=body)
     return answer

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
+import typer
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
+from tandem import __version__
 from tandem.cli import (
     backup,
     checkpoints,
+    config,
     demo,
     doctor,
     groups,
@@ -23,30 +27,50 @@ from tandem.cli import (
     up,
     usage,
 )
-from tandem.cli.context import fail, new_commands
+from tandem.cli.context import UrlOption, fail, new_commands, note_url, say
 from tandem.errors import TandemError, UnknownSetting, describe
 from tandem.settings.gateway import settings_fault
 
 app = new_commands("Reinforcement learning of language models on your own machines.")
-app.command("up")(up.up)
-app.command("agent")(up.agent)
-app.command("demo")(demo.demo)
+app.command("up", here=True)(up.up)
+app.command("agent", here=True)(up.agent)
+app.command("demo", here=True)(demo.demo)
 app.command("status")(observe.status)
 app.command("top")(groups.top)
 app.command("usage")(usage.usage)
 app.command("scale")(scale.scale)
 app.command("logs")(logs.logs)
-app.command("backup")(backup.backup)
-app.command("restore")(backup.restore)
-app.command("doctor")(doctor.doctor)
-app.command("config")(observe.config)
-app.command("version")(observe.version)
+app.command("backup", here=True)(backup.backup)
+app.command("restore", here=True)(backup.restore)
+app.command("doctor", here=True)(doctor.doctor)
+app.command("config")(config.config)
+app.command("version", here=True)(observe.version)
+app.command("ping")(observe.ping)
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tls.app, name="tls")
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        say(f"tandem {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, help="Print Tandem's version."
+        ),
+    ] = False,
+    url: UrlOption = None,
+) -> None:
+    note_url(url, anew=True)
 
 
 def main() -> None:

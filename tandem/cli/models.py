@@ -24,6 +24,7 @@ from tandem.cli.context import (
     fail,
     new_commands,
     read_settings,
+    remote_url,
     resolve_data_dir,
     say,
     say_aside,
@@ -65,11 +66,16 @@ def add(
 ) -> None:
     """Download a base model, or register one from disk.
 
-    A downloaded model goes into the models directory, where gateways find it. With PATH, the
-    running gateway registers that directory under the name.
+    A downloaded model goes into the models directory of this machine, where gateways find it. With
+    PATH, the running gateway registers that directory of its machine under the name.
 
     Example: tandem models add Qwen/Qwen3-0.6B"""
     if path is None:
+        if url := remote_url(data_dir):
+            raise UserError(
+                f"a download goes to this machine, not to the one of {url}; run the command there, "
+                "or name a PATH of that machine"
+            )
         _download(name, revision, as_name, directory, data_dir, as_json)
         return
     if revision or as_name or directory:
@@ -89,19 +95,19 @@ def _download(
     data_dir: Path | None,
     as_json: bool,
 ) -> None:
-    settings, data_dir = read_settings(), resolve_data_dir(data_dir)
+    settings, folder = read_settings(), resolve_data_dir(data_dir)
     wanted = Wanted(
         hub=os.environ.get("HF_ENDPOINT", _HUB).rstrip("/"),
         repository=repository,
         revision=revision or "main",
         name=name or repository,
-        directory=(directory or settings.models_dir or data_dir / "models").absolute(),
+        directory=(directory or settings.models_dir or folder / "models").absolute(),
         spare=settings.min_free_bytes,
     )
     with _interruptible(), _progress() as show:
         added = add_model(wanted, say=say_aside, show=show)
     notes = list(added.notes)
-    if registered := read_endpoint(data_dir) is not None:
+    if registered := read_endpoint(folder) is not None:
         answer = _register(data_dir, wanted.name, added.folder)
         notes += [answer["note"]] if answer["note"] else []
     record = added.record.model_dump(exclude={"added_at"})
@@ -120,7 +126,9 @@ def _download(
 
 
 def _register(data_dir: Path | None, name: str, path: Path) -> Any:
-    body = {"name": name, "path": str(path.resolve())}
+    # On another machine, this machine's links and folders mean nothing.
+    where = path if remote_url(data_dir) else path.resolve()
+    body = {"name": name, "path": str(where)}
     return call(data_dir, "POST", "models", body=body)
 
 

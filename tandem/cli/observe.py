@@ -1,27 +1,25 @@
-"""`tandem status`, `config` and `version`: commands that only show."""
+"""`tandem status`, `ping` and `version`: commands that only show."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated
+import time
+from statistics import median
 
-import typer
-from pydantic_settings import BaseSettings
-
+from tandem import __version__
 from tandem.cli.context import (
+    OWN_API,
     DataDir,
     JsonFlag,
     call,
+    chosen_gateway,
     end_if_json,
+    explained,
     fail,
-    read_settings,
-    resolve_data_dir,
-    run_offline,
+    read_answer,
     say,
+    say_aside,
 )
-from tandem.cli.tables import Column, byte_size, show_table
-from tandem.settings.gateway import without_password
+from tandem.cli.tables import Column, show_table
 
 _TABLES: dict[str, tuple[Column, ...]] = {
     "sessions": (
@@ -60,6 +58,7 @@ _TABLES: dict[str, tuple[Column, ...]] = {
     ),
 }
 """Columns by field of the status."""
+_PINGS = 5
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
@@ -79,46 +78,34 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
         show_table(columns, cells, title=f"{name}:", empty=f"No {name}.")
 
 
-def config(
-    resources: Annotated[
-        Path | None,
-        typer.Option(metavar="MODEL", help="Instead: what pods of this model's folder request."),
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Print the resolved settings, without secrets."""
-    if resources is not None:
-        _show_resources(resources, as_json=as_json)
-        return
-    settings = read_settings()
-    settings.database_url = without_password(settings.database_url)
-    end_if_json(as_json, settings.model_dump(mode="json"))
-    groups = [(name, value) for name, value in settings if isinstance(value, BaseSettings)]
-    own = settings.model_dump(mode="json", exclude={name for name, _ in groups})
-    for prefix, values in (
-        ("TANDEM_", own),
-        *((f"TANDEM_{name.upper()}_", group.model_dump(mode="json")) for name, group in groups),
-    ):
-        for key, value in values.items():
-            say(f"{prefix}{key.upper()}={_as_variable(value)}")
+def ping(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
+    """Show whether the gateway answers, how fast, and to whom.
 
-
-def _as_variable(value: object) -> str:
-    """Write a setting's value as its environment variable takes it."""
-    if value is None:
-        return ""
-    return value if isinstance(value, str) else json.dumps(value)
-
-
-def _show_resources(model: Path, *, as_json: bool) -> None:
-    module = "gateway.admin.pod_resources"
-    answer = run_offline(module, resolve_data_dir(None), {"model": str(model.resolve())})
-    end_if_json(as_json, answer)
-    rows = answer["rows"]
-    columns = [Column(name, right=name not in ("pool", "worker")) for name in rows[0]]
-    sizes = ("memory", "shared_memory", "ephemeral")
-    cells = [[byte_size(row[k]) if k in sizes else row[k] for k in row] for row in rows]
-    show_table(columns, cells)
+    Example: tandem ping --url https://tandem.example.org"""
+    target = chosen_gateway(data_dir)
+    path, seconds = f"{OWN_API}/version", []
+    with explained(target), target.client() as client:
+        for _ in range(1 + _PINGS):  # the first one connects
+            began = time.perf_counter()
+            answer = read_answer(target, client.get(path))
+            seconds.append(time.perf_counter() - began)
+    about = {
+        "url": target.url,
+        "tls": target.url.startswith("https:"),
+        **answer,
+        "seconds": median(seconds[1:]),
+        "connect_seconds": seconds[0],
+    }
+    end_if_json(as_json, about)
+    tls = "over TLS" if about["tls"] else "without TLS"
+    say(
+        f"Tandem {about['version']} at {target.url} answers {tls} in "
+        f"{1000 * about['seconds']:.1f} ms ({1000 * about['connect_seconds']:.1f} ms with a new "
+        "connection)."
+    )
+    say(f"The key is of {about['owner']}, with the role {about['role']}.")
+    if about["version"] != __version__:
+        say_aside(f"This command is of Tandem {__version__}.")
 
 
 def version(as_json: JsonFlag = False) -> None:

@@ -13,7 +13,7 @@ from tandem.protocol.certificate import AGENT_NAME
 app = new_commands("Make certificates for agents of other hosts.")
 
 
-@app.command()
+@app.command("create", here=True)
 def create(
     folder: Annotated[Path, typer.Argument(help="Made; what TANDEM_TLS_DIR of the gateway names.")],
     as_json: JsonFlag = False,
@@ -31,7 +31,7 @@ def create(
     say(f"  TANDEM_TLS_DIR={folder}")
 
 
-@app.command()
+@app.command("issue", here=True)
 def issue(
     authority: Annotated[Path, typer.Argument(help="The folder of `tandem tls create`.")],
     folder: Annotated[Path, typer.Argument(help="Made; what an agent's --tls names.")],

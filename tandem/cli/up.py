@@ -20,7 +20,6 @@ from tandem.agent.host import this_host
 from tandem.cli.context import (
     DataDir,
     JsonFlag,
-    call,
     fail,
     print_json,
     resolve_data_dir,
@@ -67,7 +66,7 @@ def up(
     warn = partial(fail, what="warning")
     with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
         try:
-            _announce(stack, directory, warn, as_json=as_json)
+            _announce(stack, warn, as_json=as_json)
             stack.wait()
         except KeyboardInterrupt:
             if not as_json:
@@ -113,10 +112,11 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _announce(stack: Stack, directory: Path, warn: Callable[[str], None], *, as_json: bool) -> None:
+def _announce(stack: Stack, warn: Callable[[str], None], *, as_json: bool) -> None:
     endpoint = stack.endpoint
-    for sentence in call(directory, "GET", "status")["warnings"]:
-        warn(sentence)
+    with stack.client() as client:
+        for sentence in client.get("status").raise_for_status().json()["warnings"]:
+            warn(sentence)
     if as_json:
         print_json({"url": endpoint.url, "api_key": endpoint.api_key, "pid": endpoint.pid})
         return

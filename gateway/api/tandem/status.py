@@ -172,7 +172,11 @@ class Settings(Answer):
 
 
 class Version(Answer):
+    """`owner` and `role` are those of the key."""
+
     version: str
+    owner: str
+    role: str
 
 
 @router.operation("GET", "/status", role="reader")
@@ -342,9 +346,9 @@ async def config(access: AccessDep) -> Settings:
 
 
 @router.operation("GET", "/version", role="reader")
-async def get_version() -> Version:
-    """Return Tandem's version."""
-    return Version(version=__version__)
+async def get_version(access: AccessDep) -> Version:
+    """Return Tandem's version, and the owner and role of the caller's key."""
+    return Version.of(access.caller, version=__version__)
 
 
 @root_router.operation(

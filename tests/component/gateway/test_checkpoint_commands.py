@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.errors import InvalidRequest, NameTaken, ServerError
+from tandem.errors import InvalidRequest, NameTaken, UnknownWeights
 from tests.support.gateway.checkpoints import listed, place, step
 from tests.support.gateway.running import KEY
 from tests.support.sdk import run_tinker
@@ -42,7 +42,7 @@ def test_tandem_lists_and_deletes_checkpoints(gate, training, tandem_command):
     assert [c["tinker_path"] for c in listed] == [second, first]
     assert tandem_command("list", "--limit", "1")["checkpoints"][0]["tinker_path"] == second
     assert tandem_command("delete", first, "--yes") == {"deleted": [first]}
-    with pytest.raises(ServerError, match="there is no checkpoint"):
+    with pytest.raises(UnknownWeights, match="there is no checkpoint"):
         tandem_command("delete", first, "--yes")
     with pytest.raises(InvalidRequest, match="tinker://"):
         tandem_command("delete", "first", "--yes")

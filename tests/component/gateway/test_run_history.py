@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gateway.runs.record.rows import TrainingStep
 from tandem.cli.main import app
-from tandem.errors import ServerError
+from tandem.errors import UnknownRun
 from tests.support.gateway.access_world import Call
 
 OWN = "/api/tandem/v1"
@@ -106,7 +106,7 @@ def test_the_commands_list_and_show_runs_with_charts(trained, command):
     assert "device: 8 of 9 MiB (activations 5, weights 3)" in shown
     told = json.loads(command("show", trained, "--json"))
     assert told["steps"][0]["step"] == 1 and told["memory"]["device"]["weights"] == 3 * 2**20
-    with pytest.raises(ServerError, match="there is no training run"):
+    with pytest.raises(UnknownRun, match="there is no training run"):
         command("show", "s-000000000000:train:0")
 
 

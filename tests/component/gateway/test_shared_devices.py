@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey
 from tandem.cli.main import app
-from tandem.errors import ServerError
+from tandem.errors import UnknownGroup
 from tests.support.audit_log import audit_log
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.waiting import wait_until
@@ -258,7 +258,7 @@ def test_the_commands_show_and_drain(gate, ann, ben):
     assert group(ann, "spare")["drained"]
     tandem(gate, "groups", "drain", "spare", "--undo")
     assert not group(ann, "spare")["drained"]
-    with pytest.raises(ServerError, match="there is no group 'nowhere'; known: gpu, spare"):
+    with pytest.raises(UnknownGroup, match="there is no group 'nowhere'; known: gpu, spare"):
         tandem(gate, "groups", "drain", "nowhere")
 
 

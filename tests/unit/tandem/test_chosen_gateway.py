@@ -1,0 +1,171 @@
+"""Which gateway a command asks, with which key, and what it says if that fails."""
+
+from __future__ import annotations
+
+import ssl
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from tandem.cli import context
+from tandem.cli.context import Target, chosen_gateway, explained, note_url, read_answer
+from tandem.cli.main import app
+from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UserError
+from tandem.stack import Endpoint
+
+HERE, THERE, OTHER = "http://127.0.0.1:8000", "https://tandem.example.org", "http://other:1"
+LOCAL_KEY, KEY = "tml-local", "tml-ann"
+
+
+@pytest.fixture(autouse=True)
+def running_here(monkeypatch):
+    endpoint = Endpoint(url=HERE, pid=1, api_key=LOCAL_KEY)
+    monkeypatch.setattr(context, "read_endpoint", lambda _folder: endpoint)
+    for name in (context.URL_VARIABLE, context.KEY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    note_url(None, anew=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "folder", "variable", "key", "expected"),
+    [
+        ("", False, "", "", Target(HERE, LOCAL_KEY)),
+        ("", False, "", KEY, Target(HERE, KEY)),
+        ("", True, "", KEY, Target(HERE, KEY)),
+        ("", False, THERE, KEY, Target(THERE, KEY, remote=True)),
+        (f"{THERE}/", False, OTHER, KEY, Target(THERE, KEY, remote=True)),
+        ("", True, THERE, KEY, Target(HERE, LOCAL_KEY)),
+    ],
+    ids=[
+        "this machine's",
+        "this machine's, as the key",
+        "--data-dir, as the key",
+        "the variable",
+        "--url before the variable",
+        "--data-dir before the variable and its key",
+    ],
+)
+def test_a_command_asks_the_gateway_that_is_named_nearest(
+    monkeypatch, tmp_path, option, folder, variable, key, expected
+):
+    monkeypatch.setenv(context.URL_VARIABLE, variable)
+    monkeypatch.setenv(context.KEY_VARIABLE, key)
+    note_url(option)
+    assert chosen_gateway(tmp_path if folder else None) == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--url", THERE, "runs", "list"), ("runs", "list", "--url", THERE)],
+    ids=["before the command", "after it"],
+)
+def test_a_url_may_be_before_and_after_a_command_and_counts_once(monkeypatch, arguments):
+    asked = []
+    monkeypatch.setattr(
+        context, "chosen_gateway", lambda folder: asked.append(context.remote_url(folder)) or None
+    )
+    for words in (arguments, ("runs", "list")):
+        CliRunner().invoke(app, list(words))
+    assert asked == [THERE, ""]
+
+
+@pytest.mark.parametrize("url", ["tandem.example.org", "ftp://x", "http://", "http://a:b:c"])
+def test_a_malformed_url_is_refused_with_an_example(url):
+    note_url(url)
+    with pytest.raises(UserError, match=r"--url is .* not a URL such as https://"):
+        chosen_gateway(None)
+
+
+def test_a_url_needs_a_key_and_no_data_dir(tmp_path):
+    note_url(THERE)
+    with pytest.raises(UserError, match=f"commands to {THERE} act as TINKER_API_KEY"):
+        chosen_gateway(None)
+    with pytest.raises(UserError, match="give one of them"):
+        chosen_gateway(tmp_path)
+
+
+@pytest.mark.parametrize("command", [("backup", "x"), ("doctor",), ("keys", "list", "--offline")])
+def test_a_command_on_this_machine_s_files_refuses_a_url_and_ignores_the_variable(
+    monkeypatch, command
+):
+    monkeypatch.setattr("tandem.cli.keys.run_offline", lambda *_: {"keys": []})
+    refused = CliRunner().invoke(app, ["--url", THERE, *command])
+    assert "on the machine of the gateway only" in str(refused.exception)
+    monkeypatch.setenv(context.URL_VARIABLE, THERE)
+    if command[0] == "keys":
+        assert CliRunner().invoke(app, list(command)).exit_code == 0
+
+
+def test_a_key_is_not_shown():
+    assert KEY not in repr(Target(THERE, KEY))
+
+
+ANSWERS = {
+    "no gateway": (httpx.Response(200, text="<html>"), ServerError, "is not a Tandem gateway"),
+    "another server": (httpx.Response(404, json={"detail": "x"}), ServerError, "status 404"),
+    "a redirect": (
+        httpx.Response(301, headers={"location": f"{THERE}/x"}),
+        ServerError,
+        f"redirects to {THERE}/x",
+    ),
+    "a wrong key": (
+        httpx.Response(401, json={"error": "it is wrong", "type": "unauthenticated"}),
+        Unauthenticated,
+        "refuses TINKER_API_KEY: it is wrong; set it to a key of this gateway",
+    ),
+    "a wrong key for the OpenAI routes": (
+        httpx.Response(401, json={"error": {"message": "it is wrong", "code": "invalid_api_key"}}),
+        Unauthenticated,
+        "refuses TINKER_API_KEY",
+    ),
+    "no right": (
+        httpx.Response(403, json={"error": "needs admin", "type": "permission_denied"}),
+        PermissionDenied,
+        f"{OTHER} does not permit this: needs admin",
+    ),
+    "an error": (
+        httpx.Response(404, json={"error": "no run", "type": "unknown_run"}),
+        UnknownRun,
+        "^no run$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ANSWERS)
+def test_an_answer_that_is_no_result_becomes_one_sentence(monkeypatch, case):
+    answer, kind, sentence = ANSWERS[case]
+    monkeypatch.setenv(context.KEY_VARIABLE, KEY)
+    with pytest.raises(kind, match=sentence) as caught:
+        read_answer(Target(OTHER, KEY, remote=True), answer)
+    assert "\n" not in caught.value.message and KEY not in caught.value.message
+
+
+def test_the_local_administrator_is_offered_to_a_wrong_key_on_this_machine(monkeypatch):
+    monkeypatch.setenv(context.KEY_VARIABLE, KEY)
+    with pytest.raises(Unauthenticated, match="or unset it to act as the local administrator"):
+        read_answer(Target(HERE, KEY), ANSWERS["a wrong key"][0])
+
+
+def raised_from(cause: Exception) -> httpx.ConnectError:
+    error = httpx.ConnectError("it failed")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "sentence"),
+    [
+        (Target(THERE, KEY, remote=True), httpx.ConnectError("refused"), "check the URL"),
+        (Target(HERE, KEY, remote=True), httpx.ConnectError("refused"), "--data-dir DIRECTORY"),
+        (Target(HERE, KEY), httpx.ReadTimeout("slow"), "`tandem logs gateway` may show why"),
+        (
+            Target(THERE, KEY, remote=True),
+            raised_from(ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version")),
+            "plain HTTP; begin the URL with http://",
+        ),
+    ],
+)
+def test_a_gateway_that_cannot_be_reached_becomes_one_sentence(target, error, sentence):
+    with pytest.raises(ServerError, match=sentence), explained(target):
+        raise error
