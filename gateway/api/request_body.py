@@ -35,7 +35,7 @@ SMALL_BODY = 2**20
 MOST_VALUES = 2**16
 """JSON values in an ordinary request."""
 MOST_TOKENS = 2**21
-"""JSON values in a request for samples, mostly token ids."""
+"""JSON values in a request for samples or in a batch, mostly token ids."""
 _MOST_BRACKETS = 2**17
 PREFIX_BYTES = 4096
 _FREE_BYTES = 4096
@@ -66,7 +66,7 @@ FIELDS_BODY = BodyBounds(4 * SMALL_BODY)
 journal."""
 TOKENS_BODY = BodyBounds(16 * SMALL_BODY, values=MOST_TOKENS)
 """A request for samples."""
-PAYLOAD_BODY = BodyBounds(sys.maxsize, sys.maxsize)
+PAYLOAD_BODY = BodyBounds(sys.maxsize, sys.maxsize, values=MOST_TOKENS)
 
 Model = TypeVar("Model", bound=BaseModel)
 Value = TypeVar("Value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Literal
 
@@ -12,6 +13,7 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer
 from gateway.api.request_body import JSON, PROTOBUF, BoundedRequest, parse
 from gateway.api.routing import Router, binary, json_content, model_response
+from gateway.api.tinker.json_bodies import ForwardBackwardResult, SampleResult, result_in_json
 from gateway.identifiers import split_request_id, unknown_request
 from gateway.storage.futures.completion_feed import Target
 from gateway.storage.futures.table import Future, Outcome, Result
@@ -25,6 +27,9 @@ LONG_POLL = 30.0
 INLINE_BYTES = 2**20
 """The largest result sent at once to a client that prefers the size first. Its limit of 50 MiB has
 room for these, and each question costs a round trip."""
+
+_QUICKLY_CONVERTED = 16 * 2**10
+"""Bytes of a protobuf result whose JSON takes about a millisecond."""
 
 router = Router("/api/v1", tag="SDK")
 
@@ -142,6 +147,8 @@ AnyResult = (
     | Exported
     | StateLoaded
     | CustomLossCreated
+    | ForwardBackwardResult
+    | SampleResult
 )
 _RESULT_BYTES = binary(
     "ForwardBackwardOutput or SampleResponse of protos/tandem/wire/v1/tinker.proto"
@@ -161,7 +168,8 @@ _RESULT_BYTES = binary(
     responses={
         200: {
             "model": AnyResult,
-            "description": "The result, by the kind of the operation, or why there is none.",
+            "description": "The result, by the kind of the operation, or why there is none. A "
+            "batch's or sample's result is protobuf, or JSON if `Accept` names JSON alone.",
             "content": {PROTOBUF: {"schema": _RESULT_BYTES}},
         },
         408: {"model": TryAgain, "description": "Not finished; ask again."},
@@ -189,10 +197,10 @@ async def retrieve_future(request: BoundedRequest) -> Response:
             return model_response(ResultSize(request_id=request_id, response_payload_size=size))
         if access.caller.may_change:  # a reader's look does not count as the owner's fetch
             gateway.futures.note_fetched(future)
-        return _result(outcome)
+        return await _result(access, request, request_id, outcome)
     recalled = await gateway.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):
-        return _result(recalled)
+        return await _result(access, request, request_id, recalled)
     owner = split_request_id(request_id)
     if owner is not None and ":sample:" in owner[0] and await gateway.sampling.known(owner[0]):
         return _gone(f"the sample {request_id} is no longer here; ask for it again")
@@ -262,16 +270,37 @@ def _gone(sentence: str) -> Response:
     return model_response(gone, status=410)
 
 
-def _result(outcome: Outcome) -> Response:
+async def _result(
+    access: Access, request: BoundedRequest, request_id: str, outcome: Outcome
+) -> Response:
     if isinstance(outcome, TandemError):
         # The SDK shows only the sentence, so it includes the type.
         sentence = f"{outcome.type}: {outcome.message}"
         return model_response(FailedOperation.of(outcome, error=sentence))
     headers = {WEIGHT_VERSION_HEADER: outcome.weight_version} if outcome.weight_version else None
     media = PROTOBUF if outcome.media == "protobuf" else JSON
+    accepted = request.headers.get("accept", "")
+    if media == PROTOBUF and JSON in accepted and PROTOBUF not in accepted:
+        body = await _in_json(access, request_id, outcome)
+        return Response(body, media_type=JSON, headers=headers)
     if outcome.file is not None:
         return FileResponse(outcome.file, media_type=media, headers=headers)
     return Response(outcome.body, media_type=media, headers=headers)
+
+
+async def _in_json(access: Access, request_id: str, result: Result) -> str:
+    """Convert a protobuf result: a small one at once, large ones in a thread, one at a time."""
+    body = result.body
+    if result.file is not None:
+        body = await asyncio.to_thread(result.file.read_bytes)
+
+    def convert() -> str:
+        return result_in_json(body, of_sample=":sample:" in request_id).model_dump_json()
+
+    if len(body) <= _QUICKLY_CONVERTED:
+        return convert()
+    async with access.gateway.parsing.turn(access.caller.owner):
+        return await asyncio.to_thread(convert)
 
 
 def _try_again(future: Future) -> Response:

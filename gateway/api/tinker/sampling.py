@@ -315,7 +315,7 @@ def _sample_request(body: Sample) -> sampler_pb2.SampleRequest:
         )
     message = sampler_pb2.SampleRequest(
         **body.model_dump(include=_SAME),
-        prompt_tokens=_prompt_tokens(body.prompt),
+        prompt_tokens=prompt_tokens(body.prompt),
         target_prompt_tokens=b"" if targets is None else _tensor(targets).SerializeToString(),
         params=sampler_pb2.SamplingParams(
             **params.model_dump(exclude={"stop"}), stop_given=params.stop is not None
@@ -346,7 +346,7 @@ def _tensor(tensor: TokenTensor) -> tinker_pb2.Tensor:
     if not all(0 <= size < 2**31 for size in shape):
         raise InvalidRequest(f"target_prompt_logprobs cannot have the shape {shape}")
     values, rows, columns = (
-        _packed("q", numbers or (), "target_prompt_logprobs")
+        packed_integers("q", numbers or (), "target_prompt_logprobs")
         for numbers in (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices)
     )
     message = tinker_pb2.Tensor(dtype=tinker_pb2.DTYPE_INT64, shape=shape)
@@ -359,7 +359,7 @@ def _tensor(tensor: TokenTensor) -> tinker_pb2.Tensor:
     return message
 
 
-def _prompt_tokens(prompt: Prompt) -> bytes:
+def prompt_tokens(prompt: Prompt) -> bytes:
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text":
             raise UnsupportedInput(
@@ -369,13 +369,13 @@ def _prompt_tokens(prompt: Prompt) -> bytes:
         if chunk.tokens is None:
             raise InvalidRequest("prompt: a chunk of encoded_text has no tokens")
     tokens = chain.from_iterable(chunk.tokens or () for chunk in prompt.chunks)
-    packed = _packed("i", tokens, "the prompt")
+    packed = packed_integers("i", tokens, "the prompt")
     if not packed:
         raise EmptyBatch("the prompt is empty")
     return packed
 
 
-def _packed(typecode: Literal["i", "q"], numbers: Iterable[int], what: str) -> bytes:
+def packed_integers(typecode: Literal["i", "q"], numbers: Iterable[int], what: str) -> bytes:
     """Return little-endian int32 or int64, the byte order of all machines for vLLM."""
     try:
         return array(typecode, numbers).tobytes()

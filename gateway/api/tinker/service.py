@@ -183,8 +183,8 @@ def check_sdk_version(version: str) -> str | None:
 
 def json_refused(what: str) -> SdkTooOld:
     return _too_old(
-        f"{what} came as JSON, which SDKs older than tinker {OLDEST[0]}.{OLDEST[1]} send; "
-        "this server takes protobuf alone"
+        f"{what} came in the form of SDKs older than tinker {OLDEST[0]}.{OLDEST[1]}, which this "
+        "server does not take"
     )
 
 

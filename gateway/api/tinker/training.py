@@ -26,9 +26,10 @@ from gateway.api.request_body import (
     first_fault,
     validate,
 )
-from gateway.api.routing import Refuses, Router, binary, model_response
+from gateway.api.routing import Refuses, Router, binary, json_content, model_response
 from gateway.api.tinker.batch_routing import ROUTING_BYTES, routing_of
-from gateway.api.tinker.service import ASKS, json_refused
+from gateway.api.tinker.json_bodies import ForwardBackward, read_batch
+from gateway.api.tinker.service import ASKS
 from gateway.api.tinker.training_runs import (
     OperationAccepted,
     OptimizerConfig,
@@ -171,21 +172,26 @@ def _unchanging(raw: bytes, body: Body | None) -> bytes:
     rules=[_LATER, _SAME, "The body must name a run and a sequence number of at least 1."],
     bounds=PAYLOAD_BODY,
     raw={
-        PROTOBUF: {"schema": binary("ForwardBackwardRequest of protos/tandem/wire/v1/tinker.proto")}
+        PROTOBUF: {
+            "schema": binary("ForwardBackwardRequest of protos/tandem/wire/v1/tinker.proto")
+        },
+        **json_content(ForwardBackward),
     },
     responses={200: {"model": OperationAccepted}},
 )
 async def forward_backward(request: BoundedRequest) -> Response:
     """Compute a batch's loss, and its gradients unless `forward_only` is set."""
-    if request.headers.get("content-type", "").startswith(JSON):
-        raise json_refused("forward_backward")
     # A refused body uses the sequence number in its first bytes, so that later operations do not
     # wait.
     payload: bytes | None = None
     refused: UserError | None = None
     try:
-        payload = await request.body()
-        routing = await request.read(routing_of)
+        if request.headers.get("content-type", "").startswith(JSON):
+            read = partial(read_batch, most_values=request.most_values)
+            routing, payload, refused = await request.read(read)
+        else:
+            payload = await request.body()
+            routing = await request.read(routing_of)
     except BodyTooLarge as error:
         refused, payload, routing = error, None, _routing_in(error.prefix)
     except DecodeError:
