@@ -26,6 +26,7 @@ from gateway.owners.sessions.queries import SessionQueries
 from gateway.owners.sessions.registry import SessionRegistry, why_ended
 from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
+from gateway.owners.usage.run_resources import RunResourceReader
 from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
@@ -64,6 +65,7 @@ from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker_metrics import WorkerMetrics
+from gateway.workers.worker_use import WorkerUseMeter
 from tandem.errors import SessionFinished
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
@@ -190,8 +192,14 @@ class Gateway:
         self.downloads = DownloadSigner(
             key=signing_key, checkpoints=self.checkpoints, versions=self.versions
         )
+        self.worker_use = WorkerUseMeter(database=database, clock=time.time)
+        self.run_resources = RunResourceReader(database=database)
         self.processes = Processes(
-            settings=settings, launchers=launchers, metrics=metrics, epoch=epoch
+            settings=settings,
+            launchers=launchers,
+            metrics=metrics,
+            epoch=epoch,
+            use=self.worker_use,
         )
         self._worker_metrics = WorkerMetrics(metrics)
         spill, patience = str(spill_folder(settings)), settings.sharing.switch_timeout
@@ -215,6 +223,7 @@ class Gateway:
                 epoch=epoch.number,
                 clock=time.time,
                 metrics=self._worker_metrics,
+                use=self.worker_use,
             ),
             free_on_disk=partial(free_on_disk, settings),
         )
@@ -355,7 +364,7 @@ class Gateway:
             await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
         await self.runs.lifecycle.close(self.runs.all(), patience=self._patience)
-        self.usage.write()  # now, because the gateway may be killed during the rest
+        self.write_usage()  # now, because the gateway may be killed during the rest
         await self.samplers.close()
         await self.supervisor.close()
         await self.processes.close(leaving=self.stop.hand_over)
@@ -392,6 +401,11 @@ class Gateway:
         """Seconds to wait for workers to end. A worker that takes longer keeps its place until
         nothing is left of it."""
         return WORKER_STOP_TIMEOUT + _BEYOND_STOP
+
+    def write_usage(self) -> None:
+        """Write the sums of usage so far, without waiting."""
+        self.usage.write()
+        self.worker_use.write(self.supervisor.roster.rows.values())
 
     async def recall(self, request_id: str) -> Outcome | None:
         """Return the outcome of a request that is no longer in memory, or None."""

@@ -101,7 +101,7 @@ class Housekeeping:
             for future in gone
             if future.source == "operation" and future.fetched_at is not None
         )
-        gateway.usage.write()
+        gateway.write_usage()
         gateway.keys.write_uses()
         gateway.refused_keys.write()
         await gateway.checkpoints.expire()

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sqlalchemy import (
     Column,
+    ColumnElement,
     Connection,
     Executable,
     Insert,
     RowMapping,
     Select,
     Table,
+    case,
     text,
     tuple_,
 )
@@ -234,12 +236,21 @@ class Database:
             after = tuple_(*key) < last if descending else tuple_(*key) > last
             rows = await self.read(query.where(after)) if len(rows) == _ROWS_AT_ONCE else []
 
-    def insert_or_add(self, table: Table, *, counters: Sequence[str]) -> Executable:
-        """Return a statement that inserts a row or adds its counters to the existing row."""
+    def insert_or_add(
+        self, table: Table, *, counters: Sequence[str], peaks: Sequence[str] = ()
+    ) -> Executable:
+        """Return a statement that inserts a row, or adds its counters to the existing row and keeps
+        the larger peaks."""
         insert = self._insert(table)
+
+        def larger(name: str) -> ColumnElement[Any]:
+            old, new = table.c[name], insert.excluded[name]
+            return case((old.is_(None) | (new > old), new), else_=old)
+
         return insert.on_conflict_do_update(
             index_elements=list(table.primary_key),
-            set_={name: table.c[name] + insert.excluded[name] for name in counters},
+            set_={name: table.c[name] + insert.excluded[name] for name in counters}
+            | {name: larger(name) for name in peaks},
         )
 
     def insert_or_replace(self, table: Table) -> Executable:

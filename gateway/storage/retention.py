@@ -28,6 +28,7 @@ from gateway.storage.tables import (
     usage,
     weight_versions,
     worker_events,
+    worker_use,
 )
 from tandem.telemetry import get_log
 
@@ -112,6 +113,7 @@ class Retention:
                 .values(project_id=project.scalar_subquery()),
                 delete(custom_losses).where(custom_losses.c.session_id.in_(ids)),
                 delete(sampling_sessions).where(sampling_sessions.c.session_id.in_(ids)),
+                delete(worker_use).where(worker_use.c.session_id.in_(ids)),
                 delete(sessions).where(sessions.c.id.in_(ids), empty),
             )
             removed += len(ids)

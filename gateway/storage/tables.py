@@ -352,6 +352,29 @@ worker_events = Table(
     Index("worker_events_by_session", "session_id"),
 )
 
+# The use of each worker since its first request (see `gateway.workers.worker_use`). Peaks are null
+# while unknown. `gpu_seconds` is utilisation (0 to 1) times seconds: in `gpu_measured_seconds` of
+# its own processes, and in `gpu_shared_seconds` of all processes on its devices.
+worker_use = Table(
+    "worker_use",
+    metadata,
+    Column("key", String(320), primary_key=True),
+    Column("kind", String(16), nullable=False),
+    Column("session_id", String(64), nullable=False),
+    Column("queue_seconds", Float, nullable=False),  # without a group, or asleep with calls
+    Column("start_seconds", Float, nullable=False),  # of starts and wakes
+    Column("run_seconds", Float, nullable=False),  # awake
+    Column("measured_seconds", Float, nullable=False),  # with a heartbeat of its process
+    Column("cpu_seconds", Float, nullable=False),
+    Column("gpu_measured_seconds", Float, nullable=False),
+    Column("gpu_shared_seconds", Float, nullable=False),
+    Column("gpu_seconds", Float, nullable=False),
+    Column("memory_peak", Float),  # bytes, as all peaks of memory
+    Column("gpu_peak", Float),
+    Column("gpu_memory_peak", Float),
+    Index("worker_use_by_session", "session_id"),
+)
+
 # Drained device groups, which get no workers.
 drained_groups = Table("drained_groups", metadata, Column("name", String(64), primary_key=True))
 

@@ -23,7 +23,9 @@ from gateway.metrics import Metrics
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import Launcher, Launchers
 from gateway.workers.worker import Worker, WorkerRecord
+from gateway.workers.worker_use import WorkerUseMeter
 from tandem.errors import GatewaySuperseded, WorkerCrashed, WorkerStartFailed, describe
+from tandem.protocol.process_use import USE_METADATA_KEY
 from tandem.protocol.worker import (
     PROTOCOL,
     PROTOCOL_METADATA_KEY,
@@ -76,6 +78,7 @@ class Processes:
     launchers: Launchers
     metrics: Metrics
     epoch: Epoch
+    use: WorkerUseMeter | None = None
 
     def __post_init__(self) -> None:
         self._records: dict[str, WorkerRecord] = {}
@@ -267,6 +270,8 @@ class Processes:
         try:
             about = await worker.check_health(timeout=2 * self._heartbeat_seconds)
             self._note_version(record, worker, about)
+            if self.use is not None:
+                self.use.note_use(record.key, record.worker_id, about.get(USE_METADATA_KEY, ""))
         except grpc.aio.AioRpcError as error:  # any other error is an answer or the worker's end
             answers = error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         if answers == (worker.silent_since is None):

@@ -18,6 +18,7 @@ from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets, Overview
 from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
 from gateway.workers.worker_metrics import WorkerMetrics
+from gateway.workers.worker_use import WorkerUseMeter
 from tandem.errors import StorageFailed, WorkerDied
 from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
@@ -44,6 +45,7 @@ class Roster:
         groups: Iterable[WorkerGroup] = (),
         budgets: Budgets | None = None,
         metrics: WorkerMetrics | None = None,
+        use: WorkerUseMeter | None = None,
     ) -> None:
         self.table = table
         self.groups = {group.name: group for group in groups}
@@ -51,6 +53,7 @@ class Roster:
         self.settings = settings
         self.budgets = budgets or Budgets()
         self.metrics = metrics
+        self.use = use
         self.clock = clock
         self.rows: dict[str, WorkerRow] = {}
         self.silent_launchers: dict[str, float] = {}
@@ -155,6 +158,8 @@ class Roster:
                 events.append(WorkerEvent(row, seconds))
                 if self.metrics is not None:
                     self.metrics.note_state(before, row, self.calls_of(row.key).waited_seconds)
+                if self.use is not None:
+                    self.use.note_state(row, self.calls_of(row.key).waited_seconds)
             if row.state == "gone":
                 self._forget(row.key)
         self._change.set_result(None)

@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from tandem.protocol.channels import server_credentials
 from tandem.protocol.epoch import EpochInterceptor, ending
 from tandem.protocol.metrics_server import MetricsServer
+from tandem.protocol.process_use import USE_METADATA_KEY, UseThread
 from tandem.protocol.worker import (
     GRPC_OPTIONS,
     MOST_REQUEST_BYTES,
@@ -49,7 +50,8 @@ class WorkerServer:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self._health = _Health()
+        self._use = UseThread(spec.devices)
+        self._health = _Health(self._use)
         self._secret = SecretInterceptor(spec.secret)
         self.grpc = grpc.aio.server(
             options=server_options(spec.kind), interceptors=[self._secret, EpochInterceptor()]
@@ -90,6 +92,8 @@ class WorkerServer:
         """Set the health that watchers of this worker see."""
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
+        if serving:
+            self._use.begin()
 
     async def stop_serving(self, grace: float) -> None:
         """Refuse new calls, and cancel unfinished ones after `grace` seconds."""
@@ -98,9 +102,13 @@ class WorkerServer:
 
 
 class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health has no types
-    """Adds the worker's protocol and version to each answer."""
+    """Adds the worker's protocol, version and use to each answer."""
 
     _about = ((PROTOCOL_METADATA_KEY, str(PROTOCOL)), (VERSION_METADATA_KEY, own_version()))
+
+    def __init__(self, use: UseThread) -> None:
+        super().__init__()
+        self._use = use
 
     async def Check(
         self,
@@ -109,7 +117,7 @@ class _Health(health.aio.HealthServicer):  # type: ignore[misc] # grpcio-health 
             health_pb2.HealthCheckRequest, health_pb2.HealthCheckResponse
         ],
     ) -> health_pb2.HealthCheckResponse:
-        context.set_trailing_metadata(self._about)
+        context.set_trailing_metadata((*self._about, (USE_METADATA_KEY, self._use.text)))
         return await super().Check(request, context)
 
 

@@ -37,6 +37,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "list_groups": EVERYBODY,
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
+    "run_usage": OWN_LOOK,
     "sampled_versions": OWN_LOOK,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,

@@ -44,3 +44,21 @@ def upgrade() -> None:
         sa.Column("reward_max", sa.Float()),
     )
     op.create_index("rollout_batches_by_step", "rollout_batches", ["run_id", "step"])
+    op.create_table(
+        "worker_use",
+        sa.Column("key", sa.String(320), primary_key=True),
+        sa.Column("kind", sa.String(16), nullable=False),
+        sa.Column("session_id", sa.String(64), nullable=False),
+        sa.Column("queue_seconds", sa.Float(), nullable=False),
+        sa.Column("start_seconds", sa.Float(), nullable=False),
+        sa.Column("run_seconds", sa.Float(), nullable=False),
+        sa.Column("measured_seconds", sa.Float(), nullable=False),
+        sa.Column("cpu_seconds", sa.Float(), nullable=False),
+        sa.Column("gpu_measured_seconds", sa.Float(), nullable=False),
+        sa.Column("gpu_shared_seconds", sa.Float(), nullable=False),
+        sa.Column("gpu_seconds", sa.Float(), nullable=False),
+        sa.Column("memory_peak", sa.Float()),
+        sa.Column("gpu_peak", sa.Float()),
+        sa.Column("gpu_memory_peak", sa.Float()),
+    )
+    op.create_index("worker_use_by_session", "worker_use", ["session_id"])
