@@ -22,7 +22,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import http_connection
+from gateway.api import description, http_connection
 from gateway.api.errors import ErrorResponses
 from gateway.api.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.api.middleware import RequestBoundary
@@ -93,6 +93,7 @@ ROUTERS = (
     samples.router,
     targets.router,
     status.root_router,
+    description.router,
     custom_losses.router,
 )
 """The most frequent routes first, since routes are tried in order."""
@@ -174,7 +175,7 @@ def create_app(
     app.state.misused = False
     for router in ROUTERS:
         app.include_router(router)
-    app.openapi = partial(status.document, app)  # type: ignore[method-assign]
+    app.openapi = partial(description.document, app)  # type: ignore[method-assign]
     errors = ErrorResponses({PREFIX: openai_refusal})
     errors.register(app)
     app.state.on_opened = lambda: None

@@ -327,7 +327,7 @@ _HEADERS: Mapping[int, dict[str, object]] = {
 
 
 def _schema(model: type[BaseModel]) -> tuple[dict[str, str], dict[str, object]]:
-    """Return a reference to the model's schema, and its definitions (see `status.document`)."""
+    """Return a reference to the model's schema, and its definitions (see `description`)."""
     form = "#/components/schemas/{model}"
     schema = model.model_json_schema(ref_template=form)
     definitions = schema.pop("$defs", {})

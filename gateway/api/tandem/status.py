@@ -1,4 +1,4 @@
-"""Status, base models, settings and version, under /api/tandem/v1. Also /metrics and /openapi.json.
+"""Status, base models, settings and version, under /api/tandem/v1. Also /metrics.
 
 For the command line and scripts. Times are in seconds since 1970."""
 
@@ -6,32 +6,20 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from dataclasses import replace
-from typing import Any
 
-from fastapi import FastAPI, Response
-from fastapi.openapi.utils import get_openapi
+from fastapi import Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from pydantic import BaseModel, ConfigDict, JsonValue
-from starlette.requests import Request
 
 from gateway.api.dependencies import AccessDep
-from gateway.api.errors import json_response
 from gateway.api.fields import Answer, PathText
-from gateway.api.routing import BOUNDS, RAW, Router, file_response
+from gateway.api.routing import Router, file_response
 from gateway.runs.operations import Call, Progress
 from gateway.workers.worker import Worker
 from tandem import __version__
 from tandem.errors import UnknownModel
 from tandem.settings.gateway import without_password
-
-_ABOUT = (
-    "The routes of a Tandem gateway: those of the `tinker` SDK under /api/v1, those for OpenAI's "
-    "clients under /v1, Tandem's own under /api/tandem/v1. A request that is refused is answered "
-    "with `{error, type, category}`; an accepted operation that fails is answered with 200 and "
-    "the same fields."
-)
 
 router = Router("/api/tandem/v1", tag="Tandem")
 root_router = Router(tag="Tandem")
@@ -362,47 +350,3 @@ async def metrics(access: AccessDep) -> Response:
     return Response(
         generate_latest(access.gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST
     )
-
-
-@root_router.operation(
-    "GET",
-    "/openapi.json",
-    role="local",
-    responses={200: file_response("application/json", "An OpenAPI 3.1 document")},
-)
-async def openapi(request: Request) -> Response:
-    """Return this description. It reveals only the server's version."""
-    return json_response(request.app.openapi())
-
-
-def document(app: FastAPI) -> dict[str, Any]:
-    """Return FastAPI's document, built once and corrected: wrong fields give 400 (see `errors.py`),
-    and HEAD is GET without a body."""
-    if app.openapi_schema is None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Duplicate Operation ID")  # of GET and its HEAD
-            found = get_openapi(
-                title="Tandem",
-                version=__version__,
-                description=_ABOUT,
-                routes=app.routes,
-                separate_input_output_schemas=False,
-            )
-        schemas = found["components"]["schemas"]
-        for item in found["paths"].values():
-            item.pop("head", None)
-            for operation in item.values():
-                operation["responses"].pop("422", None)
-                operation.pop(RAW, None)
-                operation.pop(BOUNDS, None)
-                for content in operation.get("requestBody", {}).get("content", {}).values():
-                    schemas.update(content["schema"].pop("$defs", {}))
-        for name in ("HTTPValidationError", "ValidationError"):
-            schemas.pop(name, None)
-        found["components"]["schemas"] = dict(sorted(schemas.items()))
-        found["components"]["securitySchemes"] = {
-            "ApiKey": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
-            "Bearer": {"type": "http", "scheme": "bearer"},
-        }
-        app.openapi_schema = found
-    return app.openapi_schema

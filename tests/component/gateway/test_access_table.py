@@ -23,7 +23,9 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "healthz": OPEN,
     "readyz": OPEN,
     "metrics": OPEN,  # from this machine
-    "openapi": OPEN,  # from this machine
+    "openapi": EVERYBODY,
+    "docs": EVERYBODY,
+    "docs_file": EVERYBODY,
     "download": OPEN,  # a signed address
     "trace_file": OPEN,  # a signed address
     "client_config": EVERYBODY,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 import tempfile
 from pathlib import Path
 
@@ -33,8 +36,8 @@ def test_the_page_names_every_route_and_no_machine():
     assert tempfile.gettempdir() + "/" not in text
 
 
-def test_the_document_is_served_to_this_machine_without_a_key(tmp_path):
-    with running_gateway(tmp_path) as gate, gate.http(key="") as client:
+def test_the_document_is_served_for_a_key(tmp_path):
+    with running_gateway(tmp_path) as gate, gate.http() as client:
         answer = client.get("/openapi.json")
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/json"
@@ -44,5 +47,21 @@ def test_the_document_is_served_to_this_machine_without_a_key(tmp_path):
         assert "422" not in answer.text, "wrong fields are refused with 400"
         assert KEY not in answer.text
         assert str(tmp_path) not in answer.text
-        passed_on = client.get("/openapi.json", headers={"X-Forwarded-For": "192.0.2.1"})
-        assert passed_on.status_code == 401
+        assert client.get("/openapi.json", headers={"X-API-Key": ""}).status_code == 401
+
+
+def test_the_page_of_the_document_needs_only_this_server(gate):
+    with gate.http() as client:
+        page = client.get("/docs")
+        policy = page.headers["content-security-policy"]
+        addresses = re.findall(r'(?:src|href)="([^"]+)"', page.text)
+        assert len(addresses) == 3
+        for address in addresses:
+            assert address.startswith("/docs/")
+            assert client.get(address).status_code == 200
+        [script] = re.findall(r"<script>(.*?)</script>", page.text, re.S)
+        digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
+        assert "unsafe" not in policy
+        assert "//" not in policy
+        assert client.get("/docs/core.py").status_code == 404

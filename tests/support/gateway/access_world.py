@@ -222,6 +222,8 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),
     "openapi": _get("/openapi.json"),
+    "docs": _get("/docs"),
+    "docs_file": _get("/docs/swagger-ui.css"),
     "download": lambda w: Call(w.file()),
     "trace_file": lambda w: Call(w.trace()),
     "client_config": _api("client/config", sdk_version="0.38.0"),
