@@ -1,0 +1,119 @@
+"""Exporters of metrics to other tools. They run in the user's process, with the user's keys."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.errors import UserError
+from tandem.tracking.outbox import MetricRow
+
+
+class Exporter(Protocol):
+    """A tool that gets all rows, in the sender's thread. An error ends the exporter only."""
+
+    @property
+    def name(self) -> str: ...
+    def export_row(self, row: MetricRow) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrackedIdentity:
+    """The identity of a run for other tools."""
+
+    run_id: str
+    name: str
+    tags: Sequence[str]
+    config: Mapping[str, Any]
+
+    @property
+    def plain_id(self) -> str:
+        """The id without `:`, which W&B does not take."""
+        return self.run_id.replace(":", "-")
+
+
+class WandbExporter:
+    """Metrics in a run of W&B, which `WANDB_PROJECT`, `WANDB_MODE` and so on configure.
+
+    An open run of this process (`wandb.run`) is used, and stays open."""
+
+    name = "wandb"
+
+    def __init__(self, identity: TrackedIdentity) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise _missing("wandb") from error
+        self._opened = wandb.run is None
+        self._run: Any = wandb.run or wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or "tandem",
+            id=identity.plain_id,
+            resume="allow",
+            name=identity.name or identity.run_id,
+            tags=list(identity.tags),
+            config=dict(identity.config),
+        )
+        self._defined: set[str] = set()
+
+    def export_row(self, row: MetricRow) -> None:
+        # W&B drops a row whose step is smaller than the last one. An axis of our own has no order.
+        axis = "tandem/step" if row.source == "tandem" else "step"
+        for name in row.values.keys() - self._defined:
+            self._defined.add(name)
+            self._run.define_metric(name, step_metric=axis)
+        self._run.log({**row.values, axis: row.step})
+
+    def close(self) -> None:
+        if self._opened:
+            self._run.finish()
+
+
+class TensorBoardExporter:
+    """Metrics as scalars in event files of a folder, by default `tensorboard/NAME`."""
+
+    name = "tensorboard"
+
+    def __init__(self, identity: TrackedIdentity, folder: Path | None = None) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event
+            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        except ImportError as error:
+            raise _missing("tensorboard") from error
+        self._event, self._summary = Event, Summary
+        safe = "".join(c if c.isalnum() or c in "._- " else "-" for c in identity.name).strip(" .")
+        folder = folder or Path("tensorboard") / (safe or identity.plain_id)
+        self._writer: Any = EventFileWriter(str(folder))
+
+    def export_row(self, row: MetricRow) -> None:
+        values = [
+            self._summary.Value(tag=name, simple_value=value) for name, value in row.values.items()
+        ]
+        summary = self._summary(value=values)
+        self._writer.add_event(self._event(wall_time=row.at, step=row.step, summary=summary))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+EXPORTERS: Mapping[str, Callable[[TrackedIdentity], Exporter]] = {
+    "wandb": WandbExporter,
+    "tensorboard": TensorBoardExporter,
+}
+
+
+def make_exporters(to: Sequence[str | Exporter], identity: TrackedIdentity) -> list[Exporter]:
+    """Raises `UserError` for an unknown name and a missing package."""
+    to = [to] if isinstance(to, str) else to
+    for name in to:
+        if isinstance(name, str) and name not in EXPORTERS:
+            raise UserError(f"there is no exporter {name!r}; known: {', '.join(EXPORTERS)}")
+    return [EXPORTERS[each](identity) if isinstance(each, str) else each for each in to]
+
+
+def _missing(package: str) -> UserError:
+    return UserError(f"{package} is not installed; install it with `pip install tandem[{package}]`")

@@ -1,0 +1,192 @@
+"""The daemon thread that sends an outbox to the gateway and to the exporters."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import orjson
+
+from tandem.errors import InvalidRequest, TandemError, describe, from_type
+from tandem.tracking.exporters import Exporter
+from tandem.tracking.outbox import IdentityChange, Item, MetricRow, Outbox, RolloutRows
+from tandem.tracking.values import as_json_number, encoded, from_json_number
+
+_LINGER_SECONDS = 1.0
+_FIRST_PAUSE, _LONGEST_PAUSE, _HURRIED_PAUSE = 0.5, 30.0, 0.25
+_RETRIED = {408, 429}
+"""Statuses that mean "later", besides all from 500. Every other refusal is final."""
+_OF_ONE_ROW = {400, 413, 422}
+_MOST_WARNINGS = 50
+
+_logger = logging.getLogger("tandem.track")
+
+
+class Warnings:
+    """Logs each kind of warning once."""
+
+    def __init__(self) -> None:
+        self._given: set[str] = set()
+
+    def warn_once(self, kind: str, sentence: str) -> None:
+        if kind not in self._given and len(self._given) < _MOST_WARNINGS:
+            self._given.add(kind)
+            _logger.warning("%s", sentence)
+
+    def forget(self, kind: str) -> None:
+        self._given.discard(kind)
+
+
+class RecordSender:
+    """Sends one run's items in order, each until the gateway stores or refuses it.
+
+    `client` belongs to `/api/tandem/v1/`. Only the thread uses it."""
+
+    def __init__(
+        self,
+        run_id: str,
+        *,
+        outbox: Outbox,
+        client: httpx.Client,
+        exporters: Sequence[Exporter],
+        warnings: Warnings,
+    ) -> None:
+        self._run_id = run_id
+        self._path = f"runs/{quote(run_id, safe=':')}"
+        self._outbox = outbox
+        self._client = client
+        self._exporters = list(exporters)
+        self._warnings = warnings
+        self._cursor: object = None
+        self._pause = self._retry_at = 0.0
+        self.dropped = 0
+        """Rows that the gateway did not take."""
+        self.thread = threading.Thread(target=self._work, name="tandem-track", daemon=True)
+
+    def _work(self) -> None:
+        with self._client:
+            while self._outbox.has_work():
+                self._outbox.pause(_LINGER_SECONDS, hurried=0)
+                self._export(self._outbox.take_fresh())
+                if time.monotonic() >= self._retry_at or self._outbox.hurried:
+                    while (items := self._outbox.oldest()) and not self._outbox.abandoned:
+                        if not self._deliver(items):
+                            break
+            if self._exporters and not self._outbox.abandoned:
+                self._deliver([])  # the answer has the server's last rows
+
+    def _deliver(self, items: Sequence[Item]) -> bool:
+        """Return whether the items are done: stored, or refused for good."""
+        first = items[0] if items else None
+        try:
+            method, path, content = self._request(items)
+        except (TypeError, RecursionError) as error:
+            return self._refuse(items, InvalidRequest(f"it is no JSON: {describe(error)}"))
+        known = self._cursor if self._exporters and path.endswith("/metrics") else None
+        try:
+            answer = self._client.request(
+                method,
+                path,
+                params=None if known is None else {"server_after": str(known)},
+                content=content,
+                headers={"Content-Type": "application/json"},
+            )
+            told = {} if answer.is_error else answer.json()
+        except (httpx.HTTPError, ValueError) as error:
+            return self._retry_later(describe(error))
+        if answer.is_server_error or answer.status_code in _RETRIED:
+            return self._retry_later(_refusal(answer).message)
+        if answer.status_code in _OF_ONE_ROW and len(items) > 1:
+            return all(self._deliver([item]) for item in items)
+        if answer.is_error:
+            return self._refuse(items, _refusal(answer))
+        self._pause = self._retry_at = 0.0
+        self._warnings.forget("unreachable")
+        if isinstance(first, IdentityChange):
+            first.answered.set_result(None)
+        else:
+            self._read_reply(told)
+        self._outbox.remove(items)
+        return True
+
+    def _request(self, items: Sequence[Item]) -> tuple[str, str, bytes]:
+        """Return method, path and body. Raises `TypeError` and `RecursionError`."""
+        first = items[0] if items else None
+        if isinstance(first, IdentityChange):
+            return "PATCH", self._path, encoded(first.fields)
+        if isinstance(first, RolloutRows):
+            head = orjson.dumps({"batch": first.batch, "step": first.step})[:-1]
+            rollouts = b",".join(encoded(each) for each in first.rollouts)
+            return "POST", f"{self._path}/rollouts", b'%b,"rollouts":[%b]}' % (head, rollouts)
+        rows = [_as_json(row) for row in items if isinstance(row, MetricRow)]
+        return "POST", f"{self._path}/metrics", encoded({"rows": rows})
+
+    def _read_reply(self, told: dict[str, Any]) -> None:
+        if dropped := told.get("dropped", 0):
+            self.dropped += dropped
+            self._warnings.warn_once(
+                "dropped",
+                f"the gateway dropped {dropped} rows of {self._run_id}, because of a limit in "
+                "docs/tracking.md",
+            )
+        self._cursor = told.get("server_cursor", self._cursor)
+        self._export([_server_row(row) for row in told.get("server_rows", [])])
+
+    def _refuse(self, items: Sequence[Item], error: TandemError) -> bool:
+        if items and isinstance(items[0], IdentityChange):
+            items[0].answered.set_exception(error)
+        else:
+            rows = sum(item.rows for item in items)
+            self.dropped += rows
+            self._warnings.warn_once(
+                f"refused {error.type}",
+                f"the gateway refused {rows} rows of {self._run_id}: {error.message}",
+            )
+        self._outbox.remove(items)
+        return True
+
+    def _retry_later(self, why: str) -> bool:
+        self._warnings.warn_once(
+            "unreachable", f"the record of {self._run_id} waits for the gateway: {why}"
+        )
+        self._pause = min(max(2 * self._pause, _FIRST_PAUSE), _LONGEST_PAUSE)
+        self._retry_at = time.monotonic() + self._pause
+        if self._outbox.hurried:
+            self._outbox.pause(0, hurried=_HURRIED_PAUSE)
+        return False
+
+    def _export(self, rows: Sequence[MetricRow]) -> None:
+        for exporter in list(self._exporters):
+            try:
+                for row in rows:
+                    exporter.export_row(row)
+            except Exception as error:  # noqa: BLE001 - another library must not end the thread
+                self._exporters.remove(exporter)
+                self._warnings.warn_once(
+                    f"exporter {exporter.name}",
+                    f"{exporter.name} gets no more rows: {describe(error, typed=True)}",
+                )
+
+
+def _as_json(row: MetricRow) -> dict[str, Any]:
+    values = {name: as_json_number(value) for name, value in row.values.items()}
+    return {"step": row.step, "at": row.at, "values": values}
+
+
+def _server_row(row: dict[str, Any]) -> MetricRow:
+    values = {name: from_json_number(value) for name, value in row["values"].items()}
+    return MetricRow(step=row["step"], at=row["at"], values=values, source="tandem")
+
+
+def _refusal(answer: httpx.Response) -> TandemError:
+    """Return the gateway's error. A proxy's page becomes an `InternalError`."""
+    try:
+        body = answer.json()
+        return from_type(body["type"], body["error"])
+    except (ValueError, KeyError, TypeError):
+        return from_type("", f"status {answer.status_code} of {answer.request.url.host}")
