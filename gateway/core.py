@@ -20,6 +20,7 @@ from gateway.owners.auth.audit import AuditLog
 from gateway.owners.auth.bootstrap import take_bootstrap_key
 from gateway.owners.auth.identity import Identity
 from gateway.owners.auth.keys import KeyStore, check_listening
+from gateway.owners.auth.page_sessions import PageSessions
 from gateway.owners.counted_lines import CountedLines
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.queries import SessionQueries
@@ -139,6 +140,12 @@ class Gateway:
         self.database = database
         self.keys = KeyStore(database=database)
         self.identity = Identity(keys=self.keys, signing_key=signing_key)
+        self.page_sessions = PageSessions(
+            database=database,
+            keys=self.keys,
+            local_key=self.api_key,
+            started_at=self.started_at,
+        )
         self.audit = AuditLog(database=database)
         self.refused_keys = CountedLines(
             metrics.refused_keys, first="key_refused", more="keys_refused"
@@ -315,6 +322,7 @@ class Gateway:
     async def _restore(self) -> None:
         await self.database.open()
         await self.keys.open()
+        await self.page_sessions.read_page_sessions()
         self.keys.set_local(self.api_key)
         await take_bootstrap_key(self.settings, keys=self.keys, audit=self.audit)
         check_listening(self.settings, keys=self.keys)

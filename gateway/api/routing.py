@@ -89,7 +89,7 @@ class PathOperation(APIRoute):
         state = scope.setdefault("state", {})
         owner = ""
         if not self._is_open(scope):
-            caller = identify(scope)
+            caller = self.caller_of(scope)
             if self.role not in OPEN_ROLES:
                 check_role(caller, self.role)
             owner = caller.owner
@@ -101,6 +101,10 @@ class PathOperation(APIRoute):
         finally:
             body.release()
             open_request.release()
+
+    def caller_of(self, scope: Scope) -> Caller:
+        """Return the caller. Raises `Unauthenticated`."""
+        return identify(scope)
 
     def _is_open(self, scope: Scope) -> bool:
         """Return whether a request needs no key. A `local` route needs none from this machine,
@@ -145,7 +149,8 @@ class Refuses:
 
 
 class Router(APIRouter):
-    """`refusal` is the form of its errors, `status_of` their status (the SDK's by default)."""
+    """`refusal` is the form of its errors, `status_of` their status (the SDK's by default). Only
+    `documented` operations are in the OpenAPI document."""
 
     def __init__(
         self,
@@ -154,9 +159,15 @@ class Router(APIRouter):
         tag: str,
         refusal: type[BaseModel] = Refusal,
         status_of: Callable[[TandemError], int] = lambda error: error.status,
+        route_class: type[PathOperation] = PathOperation,
+        documented: bool = True,
     ) -> None:
         super().__init__(
-            prefix=prefix, tags=[tag], route_class=PathOperation, strict_content_type=False
+            prefix=prefix,
+            tags=[tag],
+            route_class=route_class,
+            include_in_schema=documented,
+            strict_content_type=False,
         )
         self._refusal = refusal
         self._status_of = status_of

@@ -66,6 +66,15 @@ keys = Table(
     Column("last_used_at", Float),
 )
 
+# Browsers that are signed in to the page.
+page_sessions = Table(
+    "page_sessions",
+    metadata,
+    Column("id", String(64), primary_key=True),  # SHA-256 of the cookie's token, in hex
+    Column("key_id", String(32), nullable=False),
+    Column("expires_at", Float, nullable=False),
+)
+
 sessions = Table(
     "sessions",
     metadata,

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -26,7 +27,9 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
+from tandem.protocol.http_host import is_loopback
 from tandem.protocol.own_machine import follows_proxy
+from tandem.protocol.sign_in_code import make_code
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Stack
 from tandem.stack.host_summary import describe_found
@@ -123,6 +126,11 @@ def _announce(stack: Stack, warn: Callable[[str], None], *, as_json: bool) -> No
     lines = [f"Tandem is up at {endpoint.url}; log: {stack.log_path}"]
     if (settings := GatewaySettings()).launcher == "agent" and not settings.agents:
         lines.append(describe_found(settings, this_host(), ranks=settings.trainer.ranks))
+    if is_loopback(httpx.URL(endpoint.url).host):
+        code = make_code(endpoint.api_key, now=time.time())
+        lines.append(
+            f"\nOpen the page (the link signs in once): {endpoint.url}/sign-in#code={code}"
+        )
     lines += [
         "\nPoint the tinker SDK at it:\n",
         f"  export TINKER_BASE_URL={endpoint.url}",

@@ -147,6 +147,8 @@ def json_seeds() -> Sequence[tuple[str, object]]:
                 "user_metadata": {"a": "b"},
             },
         ),
+        ("sign_in", {"form_token": "", "key": "tml-fuzz"}),
+        ("sign_out", {"form_token": ""}),
         ("optim_step", {**_PLACE, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         (
             "asample",

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlencode
 
 import httpx
 
+from gateway.api.pages.templates import static_files
 from gateway.app import create_app, path_operations
 from gateway.owners.auth.keys import NewKey, Role
 from tests.support.custom_losses import request_body, traced
@@ -215,9 +218,28 @@ def _own(name: str, about: Callable[[World], dict[str, object]]) -> Callable[[Wo
     return lambda world: Call(f"{API}/{name}", about(world))
 
 
+def _sign_in(world: World) -> Call:
+    """A form with the key of ann, as her browser sends it."""
+    page = world.ask("GET", Call("/sign-in"), key="")
+    cookie = page.headers["set-cookie"].partition(";")[0]
+    token = re.search(r'name="form_token" value="(\w+)"', page.text)
+    form = {"form_token": token[1], "key": world.keys["reader"]}
+    return _form("/sign-in", form, {"Cookie": cookie})
+
+
+def _form(path: str, form: Mapping[str, str], headers: Mapping[str, str]) -> Call:
+    kind = {"Content-Type": "application/x-www-form-urlencoded"}
+    return Call(path, content=urlencode(form).encode(), headers=kind | headers)
+
+
 _HOURS = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
 
 CALLS: Mapping[str, Callable[[World], Call]] = {
+    "static_file": lambda w: Call(next(iter(static_files().values())).path),
+    "sign_in_page": _get("/sign-in"),
+    "sign_in": _sign_in,
+    "sign_out": lambda w: _form("/sign-out", {}, {}),
+    "runs_page": _get("/"),
     "healthz": _get(f"{API}/healthz"),
     "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),

@@ -62,3 +62,9 @@ def upgrade() -> None:
         sa.Column("gpu_memory_peak", sa.Float()),
     )
     op.create_index("worker_use_by_session", "worker_use", ["session_id"])
+    op.create_table(
+        "page_sessions",
+        sa.Column("id", sa.String(64), primary_key=True),
+        sa.Column("key_id", sa.String(32), nullable=False),
+        sa.Column("expires_at", sa.Float(), nullable=False),
+    )

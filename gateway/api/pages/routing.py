@@ -1,0 +1,157 @@
+"""Routes of pages: callers by cookie, form tokens, and refusals that people can read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Callable, Coroutine
+from typing import Annotated, cast
+from urllib.parse import parse_qsl, quote
+
+from fastapi import Depends
+from fastapi.exceptions import RequestValidationError
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.dependencies import Access
+from gateway.api.pages.templates import render
+from gateway.api.request_body import fault
+from gateway.api.routing import KEY_REFUSED, PathOperation, Router, identify
+from gateway.core import Gateway
+from gateway.owners.auth.identity import Caller
+from tandem.errors import InvalidRequest, TandemError, Unauthenticated
+
+FORM = "application/x-www-form-urlencoded"
+FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
+FORM_TOKEN_HEADER = "x-form-token"
+_SIGN_IN = "/sign-in"
+
+
+class PageOperation(PathOperation):
+    """A path operation for browsers, which have a cookie in place of a key. A changing request with
+    a cookie needs the page's form token."""
+
+    def caller_of(self, scope: Scope) -> Caller:
+        request = Request(scope)
+        token = request.cookies.get(cookie_name(request))
+        if not token or {"x-api-key", "authorization"} & {*request.headers}:
+            return identify(scope)
+        gateway = cast(Gateway, scope["app"].state.gateway)
+        state = scope.setdefault("state", {})
+        try:
+            caller = state["caller"] = gateway.page_sessions.caller_of(token)
+        except Unauthenticated as refusal:
+            state[KEY_REFUSED] = refusal.type
+            raise
+        state["page_token"] = token
+        return caller
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().handle(scope, receive, send)
+        except TandemError as error:  # before the body was read
+            if not _is_browser(request := Request(scope)):
+                raise
+            await _refusal(request, error)(scope, receive, send)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
+        handle = super().get_route_handler()
+
+        async def page(request: Request) -> Response:
+            try:
+                if request.method not in ("GET", "HEAD") and (token := page_token(request)):
+                    await _check_form_token(request, token)
+                return await handle(request)
+            except (TandemError, RequestValidationError) as error:
+                if not _is_browser(request):
+                    raise
+                return _refusal(request, error)
+
+        return page
+
+
+class PageRouter(Router):
+    """A router whose operations answer with pages. docs/api.md does not list them."""
+
+    def __init__(self) -> None:
+        super().__init__(tag="Pages", route_class=PageOperation, documented=False)
+
+
+class Page(Access):
+    """What an operation of a page needs: the gateway, the caller, and `render`."""
+
+    def render(self, template: str, *, status: int = 200, **data: object) -> Response:
+        """Return a page. Each template also gets `caller`, `form_token` and `path`."""
+        return render_for(self._request, template, status=status, **data)
+
+
+async def _page(request: Request) -> Page:
+    return Page(request)
+
+
+PageDep = Annotated[Page, Depends(_page)]
+
+
+def render_for(request: Request, template: str, *, status: int = 200, **data: object) -> Response:
+    token = page_token(request)
+    about: dict[str, object] = {
+        "caller": getattr(request.state, "caller", None),
+        "form_token": form_token(token) if token else "",
+        "path": request.url.path,
+        "address": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
+    }
+    return render(template, status=status, **{**about, **data})
+
+
+def cookie_name(request: Request) -> str:
+    """Return the session's cookie. Gateways on one host share cookies, so the port is in it."""
+    return f"tandem_{request.url.port or request.url.scheme}"
+
+
+def page_token(request: Request) -> str:
+    """Return the token of the signed-in session, "" for a request with a key or without one."""
+    return getattr(request.state, "page_token", "")
+
+
+def form_token(secret: str) -> str:
+    """Return the token of the forms that are shown to a cookie's holder. Another site can read
+    neither."""
+    return hmac.new(secret.encode(), b"form", hashlib.sha256).hexdigest()
+
+
+async def read_form(request: Request) -> dict[str, str]:
+    """Return the form's fields, the last of equal names. Raises as `BoundedRequest.body`."""
+    body = await request.body()
+    return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=100))
+
+
+def check_token(sent: str, secret: str) -> None:
+    """Raise `InvalidRequest` for a form of another site or of an earlier session."""
+    if not secret or not hmac.compare_digest(sent.encode(), form_token(secret).encode()):
+        raise InvalidRequest("the form is too old; load the page again and repeat your entry")
+
+
+async def _check_form_token(request: Request, secret: str) -> None:
+    sent = request.headers.get(FORM_TOKEN_HEADER)
+    if sent is None and request.headers.get("content-type", "").startswith(FORM):
+        sent = (await read_form(request)).get("form_token")
+    check_token(sent or "", secret)
+
+
+def _is_browser(request: Request) -> bool:
+    return "text/html" in request.headers.get("accept", "")
+
+
+def _refusal(request: Request, error: TandemError | RequestValidationError) -> Response:
+    """Send a stranger to the sign-in page, and show other refusals as a page."""
+    if isinstance(error, Unauthenticated):
+        asked = request.url.path if request.method == "GET" else "/"
+        if asked != "/" and request.url.query:
+            asked += f"?{request.url.query}"
+        to = f"{_SIGN_IN}?next={quote(asked)}" if asked != "/" else _SIGN_IN
+        return RedirectResponse(to, status_code=303, headers={"Cache-Control": "no-store"})
+    if isinstance(error, RequestValidationError):
+        first = error.errors()[0]
+        error = InvalidRequest(fault(first["loc"][1:], first["msg"]))
+    return render_for(request, "refusal.html", status=error.status, message=error.message)
