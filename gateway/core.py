@@ -28,6 +28,7 @@ from gateway.owners.sessions.registry import SessionRegistry, why_ended
 from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.run_resources import RunResourceReader
+from gateway.owners.usage.time_shares import Timelines
 from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
@@ -160,7 +161,8 @@ class Gateway:
         self.run_records = RunRecords(database=database)
         self.usage = UsageMeter(database=database)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
-        self.samples = SampleMeter(usage=self.usage)
+        self.timelines = Timelines()
+        self.samples = SampleMeter(usage=self.usage, timelines=self.timelines)
         self.traces = TraceExporter(database=database, samples=self.samples, key=signing_key)
         self.futures = FutureTable(
             folder=private / "results" / "samples",
@@ -231,6 +233,7 @@ class Gateway:
                 clock=time.time,
                 metrics=self._worker_metrics,
                 use=self.worker_use,
+                note_state=self.timelines.workers.note,
             ),
             free_on_disk=partial(free_on_disk, settings),
         )
@@ -293,6 +296,7 @@ class Gateway:
             samplers=self.samplers,
             sampling=self.sampling,
             usage=self.usage,
+            timelines=self.timelines,
             metrics=metrics,
             custom_losses=self.custom_losses,
         )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from copy import deepcopy
 from pathlib import Path
 
 from gateway.owners.usage.meter import Subject
-from gateway.runs.operations import Call, Operation, Progress, RunBroken
+from gateway.owners.usage.time_shares import Signal
+from gateway.runs.operations import Call, Kind, Operation, Progress, RunBroken
 from gateway.runs.recovery.replay_log import SentCall
 from gateway.runs.recovery.restoration import Reply, Request, TrainerRequest
 from gateway.runs.tools import RunTools
@@ -29,6 +31,13 @@ from tandem.v1 import common_pb2, trainer_pb2
 _DELIVERIES = 3
 """Most sendings to a live trainer over breaking connections."""
 _PROGRESS_INTERVAL = 2.0
+_SIGNALS: dict[Kind, Signal] = {
+    "save_weights": "publish",
+    "save_weights_for_sampler": "publish",
+    "save_weights_external": "publish",
+    "load_weights": "load",
+}
+"""The signals of the trainer's seconds, for operations that do not compute."""
 
 Pick = Callable[[TrainerClient], Method[Request, Reply]]
 
@@ -81,6 +90,9 @@ class CallDelivery:
         call.send()
         reply = await self._answer(call, pick, request)
         call.answered = True
+        age = time.monotonic() - operation.future.accepted_at
+        signal = _SIGNALS.get(operation.kind, "compute")
+        self._run.timeline.add(signal, seconds=min(reply.seconds, age))
         self._note_answered(call, request, reply)
         self._tools.usage.record_reply(
             operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks

@@ -39,9 +39,12 @@ class RunLifecycle:
         self._stopping: set[asyncio.Task[None]] = set()
         self._log = get_log()
 
-    def begin(self, run: Run, *, heard: asyncio.Event | None = None, ended: int = -1) -> None:
+    def begin(
+        self, run: Run, *, heard: asyncio.Event | None = None, ended: int = -1, ago: float = 0.0
+    ) -> None:
         """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
-        its client is `heard`."""
+        its client is `heard`. Its last optimizer step, or its creation, was `ago` seconds ago."""
+        run.timeline = self.tools.timelines.open(run.id, session_id=run.session_id, ago=ago)
         trainer = RunTrainer(run=run, tools=self.tools, on_lost=partial(self.abort, run))
         self._trainers[run.id] = trainer
         run.life = asyncio.create_task(self._live(trainer, heard, ended), name=f"run-{run.id}")

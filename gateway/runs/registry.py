@@ -120,8 +120,10 @@ class RunRegistry:
         if recovery := recovery_of(row["user_metadata"], self._settings):
             run.log = self._journal.open_log(run.id, recovery)
         ended = await self._resumption.resume_run(run, row)
+        last = (await self.tools.records.last_steps([run.id])).get(run.id)
+        ago = time.time() - (last.at if last is not None else row["created_at"])
         self._runs[run.id] = run
-        self.lifecycle.begin(run, heard=session.heard, ended=ended)
+        self.lifecycle.begin(run, heard=session.heard, ended=ended, ago=max(0.0, ago))
 
     def all(self) -> list[Run]:
         return list(self._runs.values())

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.identifiers import request_id_of
+from gateway.owners.usage.time_shares import Timeline
 from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
@@ -34,6 +35,7 @@ class Run(HostedRun):
 
     dispatcher: Dispatcher
     host: TrainerHost = field(init=False)
+    timeline: Timeline = field(init=False)
     log: ReplayLog | None = None
     state: RunState = "starting"
     error: TandemError | None = None

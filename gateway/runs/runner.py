@@ -62,6 +62,13 @@ class OperationRunner:
     async def carry_out(self, call: Call) -> Outcome:
         """Return the outcome. Raises the operation's `TandemError`, or `RunBroken` if the trainer
         is useless."""
+        try:
+            return await self._carry_out(call)
+        finally:
+            age = time.monotonic() - call.operation.future.accepted_at
+            self._run.timeline.add("operation", seconds=age)
+
+    async def _carry_out(self, call: Call) -> Outcome:
         match call.operation.body:
             case OptimStep() as body:
                 return await self._optim_step(call, body)
@@ -101,6 +108,13 @@ class OperationRunner:
                 request.dimuon.CopyFrom(params)
         reply = await self._delivery.deliver(call, lambda client: client.stub.OptimStep, request)
         self._run.step = reply.step
+        numbers = self._run.timeline.end_step(
+            self._tools.timelines.workers,
+            step=reply.step,
+            trainer=self._run.host.key,
+            accepted_at=call.operation.future.accepted_at,
+            policy="kl_mean" in reply.batch_metrics,
+        )
         self._tools.records.record_step(
             TrainingStep(
                 run_id=self._run.id,
@@ -110,7 +124,7 @@ class OperationRunner:
                 seconds=reply.batch_seconds + reply.seconds,
                 tokens=reply.batch_tokens,
                 weight_version=reply.weight_version,
-                metrics={**reply.batch_metrics, **reply.metrics},
+                metrics={**reply.batch_metrics, **reply.metrics, **numbers},
             )
         )
         return json_result(type="optim_step", metrics=dict(reply.metrics))
@@ -203,8 +217,10 @@ class OperationRunner:
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
+            run.timeline.engines.update(engine.key for engine in sampler.engines)
             try:
-                await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
+                with run.timeline.during("load"):
+                    await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
             except LoadFailed:
                 run.deltas.forget()
                 raise
@@ -310,6 +326,7 @@ class OperationRunner:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
             run.deltas.note_published(written)
+        run.timeline.note_published(name, step=version.step)
         if sampled:
             run.newest = name
         run.published = written

@@ -8,6 +8,7 @@ from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.checkpoints.versions import VersionStore
 from gateway.metrics import Metrics
 from gateway.owners.usage.meter import UsageMeter
+from gateway.owners.usage.time_shares import Timelines
 from gateway.runs.custom_losses import LOSS_NAME, CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, LossReference
@@ -29,6 +30,7 @@ class RunTools:
     samplers: SamplerRouter
     sampling: SamplingSessionRegistry
     usage: UsageMeter
+    timelines: Timelines
     metrics: Metrics
     custom_losses: CustomLossStore
 

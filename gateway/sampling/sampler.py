@@ -80,6 +80,7 @@ class SampleCall:
     told: bool = False
     number: int = 0
     task: asyncio.Task[None] | None = None
+    end_span: Callable[[str], None] = lambda _version: None
 
     async def tell_and_note(self, delta: sampler_pb2.SampleDelta) -> None:
         assert self.tell is not None
@@ -178,6 +179,11 @@ class Sampler:
         sample.number = self._numbers[-1] + 1 if self._numbers else 0
         self._numbers.append(sample.number)
         self._demand(1)
+        sample.end_span = self.meter.timelines.begin_sample(
+            run_id=sample.request.version.run_id,
+            session_id=sample.request.session_id,
+            engines=[engine.key for engine in self.engines],
+        )
         sample.future.on_end(lambda outcome: self._ended(sample, outcome))
 
     def begin_sample(self, sample: SampleCall) -> None:
@@ -246,6 +252,7 @@ class Sampler:
         self._demand(-1)
         self.completions.note()
         self.pins.unpin(relative_version_folder(sample.request.version.name))
+        sample.end_span(outcome.weight_version if isinstance(outcome, Result) else "")
         kind = outcome.type if isinstance(outcome, TandemError) else "done"
         self.metrics.samples.labels(outcome=kind).inc()
 

@@ -32,7 +32,8 @@ _RECENT = 0.3
 
 
 class Roster:
-    """`clock` returns seconds since 1970. It frees no device. `epoch` is the gateway's."""
+    """`clock` returns seconds since 1970. It frees no device. `epoch` is the gateway's.
+    `note_state` gets the key and the state of each changed row."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class Roster:
         budgets: Budgets | None = None,
         metrics: WorkerMetrics | None = None,
         use: WorkerUseMeter | None = None,
+        note_state: Callable[[str, str], None] = lambda _key, _state: None,
     ) -> None:
         self.table = table
         self.groups = {group.name: group for group in groups}
@@ -54,6 +56,7 @@ class Roster:
         self.budgets = budgets or Budgets()
         self.metrics = metrics
         self.use = use
+        self._note_state = note_state
         self.clock = clock
         self.rows: dict[str, WorkerRow] = {}
         self.silent_launchers: dict[str, float] = {}
@@ -156,6 +159,7 @@ class Roster:
                     self._add_share(row.owner, calls.running_seconds)
                     seconds = calls.take_busy_seconds()
                 events.append(WorkerEvent(row, seconds))
+                self._note_state(row.key, row.state)
                 if self.metrics is not None:
                     self.metrics.note_state(before, row, self.calls_of(row.key).waited_seconds)
                 if self.use is not None:

@@ -14,6 +14,7 @@ from operator import add
 from typing import Literal
 
 from gateway.owners.usage.sampled_versions import RememberedVersions
+from gateway.owners.usage.time_shares import Timelines
 from gateway.storage.database import Database
 from gateway.storage.tables import usage
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
@@ -130,8 +131,9 @@ class SampleSpan:
 class SampleMeter:
     """Meters samples and remembers the last `_REMEMBERED_SAMPLES`, because no journal has them."""
 
-    def __init__(self, *, usage: UsageMeter) -> None:
+    def __init__(self, *, usage: UsageMeter, timelines: Timelines | None = None) -> None:
         self._usage = usage
+        self.timelines = timelines or Timelines()
         self.versions = RememberedVersions()
         self._spans: OrderedDict[str, SampleSpan] = OrderedDict()
 

@@ -14,6 +14,7 @@ from gateway.runs.trainer_host import TrainerHost
 from gateway.storage.tables import operations, usage
 from tandem.wire.v1 import tinker_pb2
 from tests.component.gateway.test_custom_loss_gateway import halved
+from tests.component.gateway.test_step_times import seconds_between
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
@@ -65,6 +66,10 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         assert [seq for _, seq in run.newest.applied] == [1, 2, 3, 4, 5, 6]
         steps = run.client.get(f"/api/tandem/v1/runs/{run.id}/steps").json()["steps"]
         assert [row["step"] for row in steps] == [1, 2, 3]
+        seconds = steps[2]["metrics"]
+        apart = seconds_between(steps[1], steps[2])
+        assert seconds["seconds/step"] == pytest.approx(apart, rel=0.03, abs=0.05)
+        assert seconds["seconds/queue"] > 0, "nobody knows more of the time before the start"
         gate.run(gate.gateway.usage.write)
         gate.run(gate.gateway.database.flush())
         counted = select(usage.c.event, func.sum(usage.c.count)).group_by(usage.c.event)

@@ -11,6 +11,7 @@ from unittest.mock import AsyncMock, MagicMock
 
 import pytest
 
+from gateway.owners.usage.time_shares import Timelines
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import AdamParams, Call, Operation, OptimStep, RunBroken
@@ -83,6 +84,7 @@ async def serve(seconds: dict[int, float]) -> dict[int, Any]:
         options=RunOptions(),
         log=None,
         snapshot_asked="",
+        timeline=Timelines().open("r", session_id="s"),
     )
     run.host = TrainerHost(
         "r",
