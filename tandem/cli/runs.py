@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -23,6 +24,7 @@ app = new_commands("Training runs: list them, show their steps.")
 
 _RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them.")
 _WIDTH, _HEIGHT = 60, 6
+_CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
 _BARS = " ▁▂▃▄▅▆▇█"
 
 Row = dict[str, Any]
@@ -43,7 +45,7 @@ def list_runs(
             Column("id"),
             Column("state"),
             Column("step", right=True),
-            Column("loss/token", right=True),
+            Column("loss", right=True),
             Column("created", wrap=10),
             Column("base_model"),
             Column("owner"),
@@ -53,7 +55,7 @@ def list_runs(
                 run["id"],
                 run["state"],
                 last["step"] if (last := run["last_step"]) else 0,
-                _number(_loss(last)) if last else "",
+                _number(_metric(last, "loss")) if last else "",
                 moment(run["created_at"]),
                 run["base_model"],
                 run["owner"],
@@ -75,7 +77,7 @@ def show(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a run with charts of its loss and gradient norm, and its newest steps.
+    """Show a run with charts, its newest steps, and where their time went.
 
     Example: tandem runs show s-0123456789ab:train:0 --last 100"""
     path = f"runs/{id_in_url(run)}/steps?limit={last}"
@@ -101,20 +103,19 @@ def show(
         say("No optimizer steps.")
         return
     first, final = steps[0]["step"], steps[-1]["step"]
-    for name, values in (
-        ("loss/token", [_loss(step) for step in steps]),
-        ("grad_norm", [_metric(step, "grad_norm") for step in steps]),
-    ):
+    if shares := _time_shares(steps):
+        say(shares)
+    named = {name: [_metric(step, name) for step in steps] for name in _CHARTED}
+    shown = {name: values for name, values in named.items() if any(v is not None for v in values)}
+    for name, values in shown.items():
         known = [value for value in values if value is not None]
-        if known:
-            say(f"\n{name}, steps {first} to {final}: {_number(known[0])} → {_number(known[-1])}")
-            say(chart(known))
+        say(f"\n{name}, steps {first} to {final}: {_number(known[0])} → {_number(known[-1])}")
+        say(chart(known))
     say("")
     show_table(
         [
             Column("step", right=True),
-            Column("loss/token", right=True),
-            Column("grad_norm", right=True),
+            *(Column(name, right=True) for name in shown),
             Column("tokens", right=True),
             Column("seconds", right=True),
             Column("weight_version"),
@@ -122,8 +123,7 @@ def show(
         [
             (
                 step["step"],
-                _number(_loss(step)),
-                _number(_metric(step, "grad_norm")),
+                *(_number(_metric(step, name)) for name in shown),
                 step["tokens"],
                 f"{step['seconds']:.2f}",
                 step["weight_version"].rpartition("/")[2],
@@ -195,9 +195,17 @@ def chart(values: Sequence[float]) -> str:
     )
 
 
-def _loss(step: Row) -> float | None:
-    total, tokens = _metric(step, "loss:sum"), step["tokens"]
-    return total / tokens if total is not None and tokens else None
+def _time_shares(steps: Sequence[Row]) -> str:
+    """Example: "where the time went: samples 61 %, compute 30 %, client 9 %"."""
+    sums: Counter[str] = Counter()
+    for step in steps:
+        for name, value in step["metrics"].items():
+            if name.startswith("seconds/") and value:
+                sums[name.removeprefix("seconds/")] += value
+    whole = sums.pop("step", 0.0)
+    shares = [(name, round(100 * value / whole)) for name, value in sums.most_common()]
+    found = ", ".join(f"{name} {share} %" for name, share in shares if share)
+    return f"where the time went: {found}" if found else ""
 
 
 def _metric(step: Row, name: str) -> float | None:

@@ -22,7 +22,8 @@ router = Router("/api/tandem/v1", tag="Tandem")
 class StepInfo(Answer):
     """An optimizer step. `seconds` is the trainer's time, batches included. `tokens` counts the
     batches' tokens. `weight_version` is the newest version before the step. `metrics` come from the
-    optimizer and the batches, combined as their suffixes say."""
+    optimizer and the batches, combined as their suffixes say. Names without a suffix belong to the
+    whole step, and `seconds/NAME` says where its time went."""
 
     step: int
     seq_id: int

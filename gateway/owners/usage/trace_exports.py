@@ -5,7 +5,8 @@ signing.
 
 Format: the JSON object of the "Trace Event Format" with complete events (`ph: "X"`) and metadata
 events (`ph: "M"`), in microseconds since 1970. A process is a run, a sampling session or all
-workers. Overlapping operations get different threads."""
+workers. Overlapping operations get different threads. `RUN time` has bars of each optimizer step's
+time shares. Their lengths are true, their order within the step is not."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ from sqlalchemy import RowMapping, select
 
 from gateway.owners.auth.signing import check_address, sign_address
 from gateway.owners.usage.meter import SampleMeter, SampleSpan
+from gateway.owners.usage.time_shares import SHARES
 from gateway.storage.database import Database
-from gateway.storage.tables import operations, runs, sessions, worker_events
+from gateway.storage.tables import operations, runs, sessions, training_steps, worker_events
 
 PREFIX = "/api/v1/trace_files/"
 
@@ -103,6 +105,14 @@ class TraceExporter:
         key = (operations.c.run_id, operations.c.seq_id)
         async for rows in self.database.read_in_batches(began, *key):
             yield map(_operation, rows)
+        steps = (
+            select(training_steps)
+            .join(runs, runs.c.id == training_steps.c.run_id)
+            .where(runs.c.session_id == session_id, training_steps.c.at <= until)
+        )
+        key = (training_steps.c.run_id, training_steps.c.seq_id)
+        async for rows in self.database.read_in_batches(steps, *key):
+            yield (one for row in rows for one in _time_shares(row))
         spans = self.samples.of_session(session_id)
         for start in range(0, len(spans), _BATCH):
             yield map(_sample, spans[start : start + _BATCH])
@@ -181,6 +191,16 @@ def _operation(row: RowMapping) -> Slice:
         end=row["ended_at"] or time.time(),
         args=args,
     )
+
+
+def _time_shares(row: RowMapping) -> Iterator[Slice]:
+    seconds = {name: row["metrics"].get(f"seconds/{name}") or 0.0 for name in SHARES}
+    at = row["at"] - sum(seconds.values())
+    for name, share in seconds.items():
+        if share:
+            track = f"{row['run_id']} time"
+            yield Slice(track, "time", name, at, at + share, {"step": row["step"]})
+            at += share
 
 
 def _sample(span: SampleSpan) -> Slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from tinker import types
@@ -100,7 +101,8 @@ def test_the_commands_list_and_show_runs_with_charts(trained, command):
     assert row.split()[1:4] == ["active", "3", "0.6667"]
     shown = command("show", trained)
     assert f"{trained}: tiny, all parameters, owner local" in shown
-    assert "loss/token, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown
+    assert "\nloss, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown
+    assert re.search(r"^where the time went: \w+ \d+ %", shown, re.MULTILINE)
     assert "grad_norm, steps 1 to 3: 1.5 → 1.5" in shown
     assert "for 2048 tokens at once, with checkpointed blocks" in shown
     assert "device: 8 of 9 MiB (activations 5, weights 3)" in shown

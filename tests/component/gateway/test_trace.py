@@ -72,6 +72,8 @@ def test_a_trace_has_the_sessions_operations_samples_and_workers(gate, rest):
     ]
     assert [e["args"]["state"] for e in operations] == ["done"] * 4 + ["failed"]
     assert operations[-1]["args"]["error"] == "unknown_weights"
+    bars = of(f"{training.model_id} time")
+    assert {e["args"]["step"] for e in bars} == {1} and "place" in {e["name"] for e in bars}
     (sample,) = of(sampler._sampling_session_id)
     assert (sample["args"]["prompt_tokens"], sample["args"]["sampled_tokens"]) == (3, 3)
     assert sample["args"]["weight_version"].startswith(training.model_id)

@@ -236,7 +236,9 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             seconds=0.25,
             step=run.step,
             metrics={"grad_norm": 1.5},
-            batch_metrics={"loss:sum": 2.0 * held / run.step} if held else {},
+            batch_metrics=(
+                {"loss:sum": 2.0 * held / run.step, "loss": 2.0 / run.step} if held else {}
+            ),
             batch_tokens=held,
             batch_seconds=0.5 * bool(held),
             weight_version=run.published,
