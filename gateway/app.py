@@ -32,7 +32,7 @@ from gateway.api.openai.service import InferenceService
 from gateway.api.pages import runs as runs_page
 from gateway.api.pages import sign_in
 from gateway.api.routing import PathOperation, identify
-from gateway.api.tandem import groups, keys, runs, samplers, samples, status, targets, usage
+from gateway.api.tandem import groups, keys, logs, runs, samplers, samples, status, targets, usage
 from gateway.api.tinker import (
     auth,
     billing,
@@ -94,6 +94,7 @@ ROUTERS = (
     runs.router,
     samples.router,
     targets.router,
+    logs.router,
     status.root_router,
     description.router,
     custom_losses.router,

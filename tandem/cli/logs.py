@@ -1,72 +1,220 @@
-"""`tandem logs`: list the logs of gateway, agent and workers, and print or follow one."""
+"""`tandem logs`: the logs of gateway, agent and workers, in the order of their times.
+
+On the gateway's machine the files are read, also after the gateway's end. From elsewhere, or with a
+key, the gateway reads them."""
 
 from __future__ import annotations
 
 import os
-import sys
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, resolve_data_dir
-from tandem.cli.tables import Column, byte_size, moment, show_table
-from tandem.errors import UserError
+from tandem.cli.context import (
+    KEY_VARIABLE,
+    DataDir,
+    JsonFlag,
+    call,
+    end_if_json,
+    print_json,
+    remote_url,
+    resolve_data_dir,
+    say,
+    say_aside,
+)
+from tandem.cli.keys import parse_duration
+from tandem.cli.run_names import run_id
+from tandem.cli.tables import Column, byte_size, moment, printable, show_table
+from tandem.errors import ServerError, UserError
+from tandem.log_lines import LogFilter, list_log_files, read_log_lines
 from tandem.stack import read_endpoint
 
-_LONGEST_FIRST_LINE = 4096
-_POLL_SECONDS = 0.3
+_POLL_SECONDS = 0.5
+_LATE_SECONDS = 5.0
+"""A line may be written this long after its time, for example by another host's worker."""
+_FOLLOWED_LINES = 10_000
+_TOLD = ("timestamp", "level", "event", "service", "session_id", "run_id", "request_id")
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    log: str
+    run: str
+    request: str
+    level: str
+    since: float
+
+    @property
+    def is_all(self) -> bool:
+        return not (self.log or self.run or self.request or self.since or self.level != "debug")
+
+
+Read = Callable[[_Wanted, int], tuple[list[Line], bool]]
 
 
 def logs(
     worker: Annotated[
         str | None, typer.Argument(help="A worker id, `gateway` or `agent`. Default: list them.")
     ] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many lines.")] = 50,
+    run: Annotated[str, typer.Option("--run", help="Only lines about this run.")] = "",
+    request: Annotated[
+        str, typer.Option("--request", help="Only lines about this request, as errors name it.")
+    ] = "",
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        typer.Option("--level", help="Only lines of this level and above."),
+    ] = "debug",
+    since: Annotated[str, typer.Option(help="Only lines of this time, such as 10m or 2h.")] = "",
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", min=1, max=10_000, help="How many of the newest lines.")
+    ] = 50,
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Keep printing what is added.")
+        bool, typer.Option("--follow", "-f", help="Keep printing what is added, until Ctrl-C.")
     ] = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List logs, or print the end of one.
+    """List logs, or print lines of all logs in the order of their times.
 
     The list shows each log's run, state, size and time. A worker's log is kept after the worker's
     end.
 
-    Example: tandem logs gateway --follow"""
-    data = resolve_data_dir(data_dir)
-    if worker is None:
-        _list(data, as_json=as_json)
+    Example: tandem logs --run my-run --level warning --follow"""
+    start = time.time() - parse_duration(since) if since else 0.0
+    by_files = _reads_files(data_dir)
+    wanted = _Wanted(
+        log=worker or "",
+        run=run_id(data_dir, run) if run else "",
+        request=request,
+        level=level,
+        since=start,
+    )
+    if wanted.is_all and not follow:
+        _list(data_dir, by_files=by_files, as_json=as_json)
         return
-    path = data / "logs" / f"{worker}.log"
-    if os.sep in worker or not path.is_file():
+    read = _from_files(data_dir) if by_files else _from_gateway(data_dir)
+    found, cut = read(wanted, lines)
+    if worker and not found:
+        _check_log(data_dir, worker, by_files=by_files)
+    if as_json and not follow:
+        print_json({"lines": found, "cut": cut})
+        return
+    _print(found, as_json=as_json, one_log=bool(worker))
+    if cut and len(found) < lines and not as_json:
+        say_aside("Older lines may exist: each log is read from its end only.")
+    if follow:
+        with suppress(KeyboardInterrupt):
+            for added in _added(read, wanted, found):
+                _print(added, as_json=as_json, one_log=bool(worker))
+
+
+def _reads_files(data_dir: Path | None) -> bool:
+    if remote_url(data_dir):
+        return False
+    directory = resolve_data_dir(data_dir)
+    return not os.environ.get(KEY_VARIABLE) or read_endpoint(directory) is None
+
+
+def _from_files(data_dir: Path | None) -> Read:
+    folder = resolve_data_dir(data_dir) / "logs"
+
+    def read(wanted: _Wanted, limit: int) -> tuple[list[Line], bool]:
+        found, cut = read_log_lines(folder, LogFilter(**vars(wanted)), limit=limit)
+        return [vars(line) for line in found], cut
+
+    return read
+
+
+def _from_gateway(data_dir: Path | None) -> Read:
+    def read(wanted: _Wanted, limit: int) -> tuple[list[Line], bool]:
+        asked = {name: value for name, value in vars(wanted).items() if value}
+        answer = call(data_dir, "GET", f"logs?{urlencode({**asked, 'limit': limit})}")
+        return answer["lines"], answer["cut"]
+
+    return read
+
+
+def _added(read: Read, wanted: _Wanted, shown: list[Line]) -> Iterator[list[Line]]:
+    """Yield further lines for ever. A restart of the gateway is waited for."""
+    newest = max((line["at"] for line in shown), default=time.time())
+    seen = {_identity(line): line["at"] for line in shown}
+    first, silent = True, False
+    while True:
+        time.sleep(_POLL_SECONDS)
+        begin = max(wanted.since, newest - _LATE_SECONDS)
+        try:
+            found, _ = read(_Wanted(**vars(wanted) | {"since": begin}), _FOLLOWED_LINES)
+        except ServerError as error:
+            if not silent:
+                say_aside(f"{error.message} (waiting)")
+            silent = True
+            continue
+        silent = False
+        # The first look also finds earlier lines than the shown ones.
+        added = [
+            line
+            for line in found
+            if _identity(line) not in seen and (not first or line["at"] > newest)
+        ]
+        seen |= {_identity(line): line["at"] for line in found}
+        first = False
+        if added:
+            newest = max(newest, added[-1]["at"])
+            yield added
+        seen = {each: at for each, at in seen.items() if at >= newest - _LATE_SECONDS}
+
+
+def _identity(line: Line) -> tuple[str, str]:
+    return line["log"], line["text"]
+
+
+def _check_log(data_dir: Path | None, worker: str, *, by_files: bool) -> None:
+    rows = _rows(data_dir, by_files=by_files)
+    if worker not in {row["log"] for row in rows}:
         raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
-    _print_tail(path, lines=lines, follow=follow)
 
 
-def _list(data: Path, *, as_json: bool) -> None:
-    states = _states(data)
-    rows: list[dict[str, Any]] = []
-    for path in (data / "logs").glob("*.log"):
-        about, stat = _first_line(path), path.stat()
-        rows.append(
-            {
-                "log": path.stem,
-                "run": about.get("run_id") or "",
-                "session": about.get("session_id") or "",
-                "model": about.get("model") or "",
-                "state": states.get(path.stem, "ended"),
-                "bytes": sum(part.stat().st_size for part in _parts(path)),
-                "written_at": stat.st_mtime,
-                "path": str(path),
-            }
-        )
-    rows.sort(key=lambda row: row["written_at"], reverse=True)
+def _print(found: Iterable[Line], *, as_json: bool, one_log: bool) -> None:
+    for line in found:
+        if as_json:
+            print(orjson.dumps(line).decode(), flush=True)
+        else:
+            say(_as_text(line, one_log=one_log))
+
+
+def _as_text(line: Line, *, one_log: bool) -> str:
+    """Example: `09:30:00.123 error trainer: operation_failed type=out_of_memory`."""
+    try:
+        content = orjson.loads(line["text"])
+        event = content["event"]
+    except (ValueError, TypeError, KeyError):
+        about = "" if one_log else f"{line['log']}: "
+        return f"{about}{printable(line['text'])}"
+    at = datetime.fromtimestamp(line["at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
+    name = content.get("request_id") or content.get("run_id") or content.get("session_id")
+    service = content.get("service") or line["log"]
+    rest = [f"{key}={_value(value)}" for key, value in content.items() if key not in _TOLD]
+    ids = [str(name)] if name else []
+    return printable(f"{at} {line['level']} {service}: {' '.join([str(event), *ids, *rest])}")
+
+
+def _value(value: object) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return orjson.dumps(text).decode() if not text or " " in text else text
+
+
+def _list(data_dir: Path | None, *, by_files: bool, as_json: bool) -> None:
+    rows = _rows(data_dir, by_files=by_files)
     end_if_json(as_json, {"logs": rows})
     show_table(
         [
@@ -86,54 +234,30 @@ def _list(data: Path, *, as_json: bool) -> None:
             )
             for row in rows
         ],
-        empty=f"No logs in {data / 'logs'}.",
+        empty="No logs.",
     )
 
 
-def _states(data: Path) -> dict[str, str]:
-    """Return the states of running processes. All other logs belong to ended ones."""
-    if read_endpoint(data) is None:
-        return {}
-    workers = call(data, "GET", "status")["workers"]
-    states = {worker["id"]: worker["state"] for worker in workers}
-    return {"gateway": "ready", "agent": "ready", **states}
-
-
-def _first_line(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        line = file.readline(_LONGEST_FIRST_LINE)
-    try:
-        about = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return {}
-    return about if isinstance(about, dict) else {}
-
-
-def _parts(path: Path) -> Iterator[Path]:
-    """Yield the files of a log, oldest first."""
-    copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
-    yield from sorted(copies, key=lambda copy: -int(copy.suffix[1:]))
-    yield path
-
-
-def _print_tail(path: Path, *, lines: int, follow: bool) -> None:
-    with path.open(errors="replace") as file:
-        tail = deque(file, maxlen=lines)
-        for copy in reversed(list(_parts(path))[:-1]):
-            if len(tail) == lines:
-                break
-            with copy.open(errors="replace") as older:
-                tail.extendleft(reversed(deque(older, maxlen=lines - len(tail))))
-        sys.stdout.writelines(tail)
-        sys.stdout.flush()
-        while follow:
-            try:
-                if chunk := file.read():
-                    sys.stdout.write(chunk)
-                    sys.stdout.flush()
-                    continue
-                if path.stat().st_size < file.tell():  # it was rotated
-                    file.seek(0)
-                time.sleep(_POLL_SECONDS)
-            except KeyboardInterrupt:
-                return
+def _rows(data_dir: Path | None, *, by_files: bool) -> list[Line]:
+    if not by_files:
+        rows: list[Line] = call(data_dir, "GET", "logs/files")["logs"]
+        return rows
+    data = resolve_data_dir(data_dir)
+    states: dict[str, str] = {}
+    if read_endpoint(data) is not None:
+        workers = call(data_dir, "GET", "status")["workers"]
+        states = {worker["id"]: worker["state"] for worker in workers}
+        states = {"gateway": "ready", "agent": "ready", **states}
+    return [
+        {
+            "log": file.name,
+            "run": file.about.get("run_id") or "",
+            "session": file.about.get("session_id") or "",
+            "model": file.about.get("model") or "",
+            "state": states.get(file.name, "ended"),
+            "bytes": file.bytes,
+            "written_at": file.written_at,
+            "path": str(file.path),
+        }
+        for file in list_log_files(data / "logs")
+    ]

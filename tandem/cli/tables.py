@@ -119,6 +119,11 @@ def duration(seconds: float) -> str:
 
 
 def _one_line(value: object) -> str:
-    """Remove characters that break a row or move the cursor."""
-    text = "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+    return printable(
+        "" if value is None else f"{value:.0f}" if isinstance(value, float) else str(value)
+    )
+
+
+def printable(text: str) -> str:
+    """Replace characters that break a row or move the cursor."""
     return "".join(c if c.isprintable() else " " for c in text)

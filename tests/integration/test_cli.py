@@ -139,9 +139,11 @@ def test_logs_lists_and_prints_the_logs_of_workers(stack: TestStack, run: Traini
     assert states["gateway"] == "ready"
     trainer = next(log["log"] for log in listed if log["run"] == run.model_id)
     assert (trainer in tandem("logs", *at).stdout, states[trainer]) == (True, "ready")
-    lines = tandem("logs", trainer, "-n", "3", *at).stdout.splitlines()
+    lines = json.loads(tandem("logs", trainer, "-n", "3", "--json", *at).stdout)["lines"]
     assert 1 <= len(lines) <= 3
-    assert all(json.loads(line)["event"] for line in lines)
+    assert all(json.loads(line["text"])["event"] for line in lines)
+    published = tandem("logs", "--run", run.model_id, *at).stdout
+    assert published.index("trainer: operation") < published.index("gateway: published")
     assert "no log of" in tandem("logs", "../tandem.db", *at, ok=False).stderr
 
 

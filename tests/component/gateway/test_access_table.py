@@ -46,6 +46,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
     "run_usage": OWN_LOOK,
+    "log_files": EVERYBODY,
+    "log_lines": OWN_LOOK,
     "sampled_versions": OWN_LOOK,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,

@@ -262,6 +262,8 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
     "run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps"),
+    "log_files": _get(f"{OWN}/logs/files"),
+    "log_lines": lambda w: Call(f"{OWN}/logs?run={w.run}"),
     "sampled_versions": lambda w: Call(f"{OWN}/samples/{w.sample}/versions"),
     "exchange_token": _api("auth/token"),
     "own_key": _get(f"{API}/auth/apikey/me"),

@@ -1,0 +1,68 @@
+"""Finds a command's run by its id, its unique name, or the unique beginning of its id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote, urlencode
+
+import typer
+
+from tandem.cli.context import call
+from tandem.cli.tables import moment, printable
+from tandem.errors import UnknownRun, UserError
+from tandem.settings.chosen_names import is_run_id
+
+RunArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN",
+        help="An id such as s-0123456789ab:train:0, its beginning, or a name; `tandem runs list` "
+        "shows them.",
+    ),
+]
+_PAGE = 1000
+_MOST_SHOWN = 10
+
+
+def run_id(data_dir: Path | None, given: str) -> str:
+    """Return the run's id. Raises `UnknownRun`, or `UserError` with the candidates."""
+    if is_run_id(given):
+        return given
+    if "/" in given:
+        raise UserError(
+            f"{given!r} is not a run's name, nor an id such as s-0123456789ab:train:0; "
+            "`tandem runs list` shows both"
+        )
+    found = [run for run in _pages(data_dir, name=given) if run["name"] == given]
+    if not found and given.startswith("s-"):
+        found = [run for run in _pages(data_dir) if run["id"].startswith(given)]
+    if not found:
+        raise UnknownRun(
+            f"no run has the name {given!r}, or an id that begins with it; `tandem runs list` "
+            "shows the runs"
+        )
+    if len(found) == 1:
+        return str(found[0]["id"])
+    some = "; ".join(map(_described, found[:_MOST_SHOWN]))
+    more = f"; and {len(found) - _MOST_SHOWN} more" if len(found) > _MOST_SHOWN else ""
+    raise UserError(f"{given!r} means {len(found)} runs, give an id: {some}{more}")
+
+
+def run_in_url(data_dir: Path | None, given: str) -> str:
+    return quote(run_id(data_dir, given), safe=":")
+
+
+def _pages(data_dir: Path | None, **filters: str) -> list[dict[str, Any]]:
+    runs: list[dict[str, Any]] = []
+    while True:
+        query = urlencode({**filters, "limit": _PAGE, "offset": len(runs)})
+        answer = call(data_dir, "GET", f"runs?{query}")
+        runs += answer["runs"]
+        if not answer["runs"] or len(runs) >= answer["total_count"]:
+            return runs
+
+
+def _described(run: dict[str, Any]) -> str:
+    name = printable(run["name"])
+    return f"{run['id']} ({name + ', ' if name else ''}{run['state']}, {moment(run['created_at'])})"

@@ -1,0 +1,209 @@
+"""Reads the logs of gateway, agent and workers as one list of lines in the order of their times.
+
+The reading is bounded: it begins at the ends of the files. The gateway answers GET /logs with it,
+and `tandem logs` reads a data directory's files with it."""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+LEVELS = ("debug", "info", "warning", "error")
+_FIRST_LINE_BYTES = 4096
+_FIRST_BYTES = 256 * 2**10
+"""Read first of a log, if only its newest lines are wanted."""
+_MOST_BYTES = {"gateway": 4 * 2**20}
+_MOST_BYTES_OF_WORKER = 512 * 2**10
+_MOST_BYTES_OF_ONE = 32 * 2**20
+_MOST_LOGS = 24
+_SESSION = re.compile(rb"\bs-[0-9a-f]{12}\b")
+_RUN = re.compile(rb"\bs-[0-9a-f]{12}:train:[0-9]+")
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """`log` is the file's name without suffix. `at` is in seconds since 1970. Text that is no JSON
+    line, such as a crash's traceback, has its predecessor's time and the level `error`."""
+
+    log: str
+    at: float
+    level: str
+    text: str
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """The wanted lines: of one log, a run (its id), a request, from a level up, since a time in
+    seconds since 1970. `sessions` are those that the reader may see, None for all. `shared`:
+    workers may serve several owners, so a worker's line without a session is nobody's."""
+
+    log: str = ""
+    run: str = ""
+    request: str = ""
+    level: str = "debug"
+    since: float = 0.0
+    sessions: frozenset[str] | None = None
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class LogFile:
+    """A log of a process, with the content of its first line: `run_id`, `session_id`, `model`.
+    `bytes` include rotated copies. `written_at` is in seconds since 1970."""
+
+    path: Path
+    about: Mapping[str, Any]
+    bytes: int
+    written_at: float
+
+    @property
+    def name(self) -> str:
+        return self.path.stem
+
+
+def list_log_files(folder: Path) -> list[LogFile]:
+    """Return the logs of a folder, the last written first."""
+    found = []
+    for path in folder.glob("*.log"):
+        try:
+            size = sum(part.stat().st_size for part in _parts(path))
+            found.append(LogFile(path, _first_line(path), size, path.stat().st_mtime))
+        except OSError:  # removed meanwhile
+            continue
+    return sorted(found, key=lambda file: -file.written_at)
+
+
+def read_log_lines(folder: Path, wanted: LogFilter, *, limit: int) -> tuple[list[LogLine], bool]:
+    """Return the newest `limit` wanted lines in order, and whether older ones may be missing,
+    because a file was not read to its beginning."""
+    files = [file for file in list_log_files(folder) if wanted.log in ("", file.name)]
+    files = [file for file in files if file.written_at >= wanted.since]
+    files.sort(key=lambda file: not _is_near(file, wanted))  # stable: else the newest first
+    cut = len(files) > _MOST_LOGS
+    kept = []
+    for file in files[:_MOST_LOGS]:
+        lines = deque[LogLine](maxlen=limit + 1)
+        try:
+            cut |= _collect(file, wanted, lines)
+        except OSError:
+            continue
+        kept.append(lines)
+    merged = deque(heapq.merge(*kept, key=lambda line: line.at), maxlen=limit + 1)
+    if cut := cut or len(merged) > limit:
+        while len(merged) > limit:
+            merged.popleft()
+    return list(merged), cut
+
+
+def _is_near(file: LogFile, wanted: LogFilter) -> bool:
+    run = wanted.run or wanted.request.rpartition(":")[0]
+    return file.name == "gateway" or (bool(run) and file.about.get("run_id") == run)
+
+
+def _collect(file: LogFile, wanted: LogFilter, into: deque[LogLine]) -> bool:
+    """Append the wanted lines of a log. Return whether its beginning was not read."""
+    most = _MOST_BYTES.get(file.name, _MOST_BYTES_OF_WORKER)
+    most = _MOST_BYTES_OF_ONE if wanted.log else most
+    size = _FIRST_BYTES if wanted.since else most
+    while True:
+        raw_lines, cut = _tail(file.path, size)
+        lines = _read(file, raw_lines)
+        if not cut or size >= most or (lines and lines[0][1] < wanted.since):
+            break
+        size *= 4
+    pick = _Picker(file, wanted)
+    into.extend(
+        LogLine(file.name, at, level, raw.decode(errors="replace"))
+        for raw, at, level in lines
+        if at >= wanted.since and pick.is_wanted(raw, level)
+    )
+    return cut and not (lines and lines[0][1] < wanted.since)
+
+
+def _read(file: LogFile, raw_lines: list[bytes]) -> list[tuple[bytes, float, str]]:
+    """Return each line with its time and level. Times never decrease within a log."""
+    found: list[tuple[bytes, float | None, str]] = []
+    at: float | None = None
+    for raw in raw_lines:
+        level = "error"
+        with suppress(ValueError, TypeError, KeyError):
+            content = orjson.loads(raw)
+            stamp = datetime.fromisoformat(content["timestamp"]).timestamp()
+            at, level = max(at or 0.0, stamp), str(content.get("level", "info"))
+        found.append((raw, at, level))
+    first = next((at for _, at, _ in found if at is not None), file.written_at)
+    return [(raw, first if at is None else at, level) for raw, at, level in found]
+
+
+class _Picker:
+    """Decides which lines of a log are wanted, and may be seen."""
+
+    def __init__(self, file: LogFile, wanted: LogFilter) -> None:
+        self._wanted = wanted
+        self._levels = (*LEVELS[LEVELS.index(wanted.level) :], "critical")
+        self._session = str(file.about.get("session_id") or "")
+        self._run = str(file.about.get("run_id") or "")
+        name = wanted.request or wanted.run
+        self._name = re.compile(rb"\b" + re.escape(name.encode()) + rb"(?![0-9])") if name else None
+
+    def is_wanted(self, raw: bytes, level: str) -> bool:
+        return level in self._levels and self._is_of_name(raw) and self._is_visible(raw)
+
+    def _is_of_name(self, raw: bytes) -> bool:
+        if self._name is None or self._name.search(raw):
+            return True
+        # A line of the run's own worker may name no run.
+        return not self._wanted.request and self._run == self._wanted.run and not _RUN.search(raw)
+
+    def _is_visible(self, raw: bytes) -> bool:
+        if (mine := self._wanted.sessions) is None:
+            return True
+        if named := set(_SESSION.findall(raw)):
+            return all(session.decode() in mine for session in named)
+        return self._session in mine and not self._wanted.shared
+
+
+def _first_line(path: Path) -> Mapping[str, Any]:
+    with path.open("rb") as file:
+        line = file.readline(_FIRST_LINE_BYTES)
+    try:
+        about = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    return about if isinstance(about, dict) else {}
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return the files of a log, oldest first."""
+    copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
+    return [*sorted(copies, key=lambda copy: -int(copy.suffix[1:])), path]
+
+
+def _tail(path: Path, most: int) -> tuple[list[bytes], bool]:
+    """Return the whole lines of the last `most` bytes of a log, and whether earlier ones exist."""
+    blocks: list[bytes] = []
+    cut = False
+    for part in reversed(_parts(path)):
+        if most <= 0:
+            return b"".join(reversed(blocks)).splitlines(), True
+        with part.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - most))
+            block = file.read(most)
+        cut = size > most
+        if cut:
+            block = block.partition(b"\n")[2]
+        if block and not block.endswith(b"\n"):
+            block += b"\n"
+        blocks.append(block)
+        most -= size
+    return b"".join(reversed(blocks)).splitlines(), cut
