@@ -29,8 +29,8 @@ from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
+from gateway.api.pages import devices, sign_in
 from gateway.api.pages import runs as runs_page
-from gateway.api.pages import sign_in
 from gateway.api.routing import PathOperation, identify
 from gateway.api.tandem import groups, keys, logs, runs, samplers, samples, status, targets, usage
 from gateway.api.tinker import (
@@ -100,6 +100,7 @@ ROUTERS = (
     custom_losses.router,
     sign_in.router,
     runs_page.router,
+    devices.router,
 )
 """The most frequent routes first, since routes are tried in order."""
 

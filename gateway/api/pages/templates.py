@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import mimetypes
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -63,8 +64,14 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     paths = {name: file.path for name, file in _read_files()}
+    found.filters["clock"] = clock
     found.globals.update(static=paths.__getitem__, version=__version__)
     return found
+
+
+def clock(at: float, dated: bool = False) -> str:
+    """Return a time of day in UTC, with the day if `dated`. `at` is in seconds since 1970."""
+    return time.strftime("%d %b %H:%M" if dated else "%H:%M", time.gmtime(at))
 
 
 def render(template: str, *, status: int = 200, **data: object) -> Response:

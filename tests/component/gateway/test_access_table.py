@@ -34,6 +34,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "sign_in": SIGN_IN,
     "sign_out": (401, 303, 303, 303, 303),
     "runs_page": EVERYBODY,
+    "devices_page": EVERYBODY,
     "client_config": EVERYBODY,
     "dynamic_config": EVERYBODY,
     "capabilities": EVERYBODY,

@@ -240,6 +240,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "sign_in": _sign_in,
     "sign_out": lambda w: _form("/sign-out", {}, {}),
     "runs_page": _get("/"),
+    "devices_page": _get("/devices"),
     "healthz": _get(f"{API}/healthz"),
     "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),

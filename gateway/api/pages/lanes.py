@@ -1,0 +1,176 @@
+"""Lanes: the states of workers over time, from the changes in `worker_events`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import RowMapping, func, select
+
+from gateway.owners.auth.identity import Caller
+from gateway.storage.database import Database
+from gateway.storage.tables import runs, worker_events
+
+_MOST_EVENTS = 20_000
+_MOST_LANES = 200
+LEFT, WIDTH, RIGHT = 190, 1000, 10
+"""Units of the picture: the labels' part, the time axis, and the margin."""
+_ROW, _TOP = 24, 22
+_TICKS = (60, 300, 600, 1800, 3600, 4 * 3600, 12 * 3600, 86_400)
+_MOST_TICKS = 8
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A state of one worker. `x` and `width` are in units of the picture."""
+
+    x: float
+    width: float
+    state: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """`y` is its upper edge. `run` is "" for an engine of no run, and for another owner's."""
+
+    name: str
+    run: str
+    y: int
+    bars: Sequence[Bar]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """The lanes of one group. `ticks` are positions and times of day (UTC)."""
+
+    group: str
+    height: int
+    lanes: Sequence[Lane]
+    ticks: Sequence[tuple[float, float]]
+    hidden: int
+
+
+@dataclass(frozen=True)
+class WorkerNames:
+    """Names for people: that of a worker's run instead of ids. `runs` maps ids of visible runs to
+    their names, `engines` a sampler's model and session to the name of a run there."""
+
+    caller: Caller
+    runs: Mapping[str, str]
+    engines: Mapping[tuple[str, str], str]
+
+    def of(self, key: str, kind: str, owner: str) -> tuple[str, str]:
+        """Return a worker's name, and its run's id or ""."""
+        if not self.caller.may_see(owner):
+            return "another owner", ""
+        if kind == "trainer":
+            return self.runs.get(key, key), key
+        session, _, rest = key.partition("#")[0].partition("/")
+        model = rest.rpartition("/")[0]
+        run = self.engines.get((session, model), "")
+        return f"sampler: {self.runs.get(run, model)}", run
+
+
+async def worker_names(database: Database, caller: Caller, sessions: Iterable[str]) -> WorkerNames:
+    """Return the names of the workers of these sessions."""
+    rows = await database.read(
+        select(runs.c.id, runs.c.name, runs.c.session_id, runs.c.base_model)
+        .where(runs.c.session_id.in_(sorted(set(sessions))))
+        .order_by(runs.c.created_at)
+    )
+    return WorkerNames(
+        caller=caller,
+        runs={row["id"]: row["name"] or row["id"] for row in rows},
+        engines={(row["session_id"], row["base_model"]): row["id"] for row in rows},
+    )
+
+
+async def read_events(database: Database, *, since: float, until: float) -> list[RowMapping]:
+    """Return the changes in this time, and before them the last earlier one of each worker."""
+    await database.flush()
+    newest_first = (
+        select(worker_events)
+        .where(worker_events.c.at >= since, worker_events.c.at <= until)
+        .order_by(worker_events.c.id.desc())
+        .limit(_MOST_EVENTS)
+    )
+    found = list(reversed(await database.read(newest_first)))
+    earlier = (
+        select(func.max(worker_events.c.id))
+        .where(worker_events.c.at < since)
+        .group_by(worker_events.c.key)
+    )
+    before = select(worker_events).where(
+        worker_events.c.id.in_(earlier), worker_events.c.state != "gone"
+    )
+    return [*await database.read(before), *found]
+
+
+def charts(
+    events: Sequence[RowMapping], names: WorkerNames, *, since: float, now: float
+) -> list[Chart]:
+    """Return one chart for each group, by name. Workers without a group are in the last one."""
+    bars: defaultdict[tuple[str, str], list[Bar]] = defaultdict(list)
+    labels: dict[str, tuple[str, str]] = {}
+    lasting: dict[str, RowMapping] = {}
+
+    def end(row: RowMapping, at: float, busy: float) -> None:
+        begin = max(row["at"], since)
+        if at <= begin:
+            return
+        scale = WIDTH / (now - since)
+        seen = names.caller.may_see(row["owner"])
+        bars[row["group_name"], row["key"]].append(
+            Bar(
+                x=round(LEFT + (begin - since) * scale, 1),
+                width=round(max(1.0, (at - begin) * scale), 1),
+                state=row["state"],
+                title=_title(row, at, busy) if seen else row["state"],
+            )
+        )
+
+    for row in events:
+        labels[row["key"]] = names.of(row["key"], row["kind"], row["owner"])
+        if (before := lasting.pop(row["key"], None)) is not None:
+            end(before, row["at"], row["busy_seconds"])
+        if row["state"] != "gone":
+            lasting[row["key"]] = row
+    for row in lasting.values():
+        end(row, now, 0.0)
+    groups = sorted({group for group, _ in bars}, key=lambda name: (not name, name))
+    ticks = _ticks(since, now)
+    return [_chart(group, bars, labels, ticks) for group in groups]
+
+
+def _chart(
+    group: str,
+    bars: Mapping[tuple[str, str], Sequence[Bar]],
+    labels: Mapping[str, tuple[str, str]],
+    ticks: Sequence[tuple[float, float]],
+) -> Chart:
+    keys = sorted(
+        (key for of, key in bars if of == group), key=lambda key: min(b.x for b in bars[group, key])
+    )
+    shown = keys[-_MOST_LANES:]
+    lanes = [
+        Lane(*labels[key], y=_TOP + number * _ROW, bars=bars[group, key])
+        for number, key in enumerate(shown)
+    ]
+    height = _TOP + len(lanes) * _ROW
+    return Chart(group, height, lanes, ticks, hidden=len(keys) - len(shown))
+
+
+def _title(row: RowMapping, end: float, busy: float) -> str:
+    computed = f", {busy:.0f} s of it computing" if busy else ""
+    reason = f": {row['reason']}" if row["reason"] else ""
+    return f"{row['state'].replace('_', ' ')} for {end - row['at']:.0f} s{computed}{reason}"
+
+
+def _ticks(since: float, now: float) -> list[tuple[float, float]]:
+    fits = (step for step in _TICKS if (now - since) / step <= _MOST_TICKS)
+    step = next(fits, _TICKS[-1])
+    first = -(-since // step) * step
+    times = [first + number * step for number in range(int((now - first) // step) + 1)]
+    return [(round(LEFT + (at - since) * WIDTH / (now - since), 1), at) for at in times]
