@@ -32,7 +32,18 @@ from gateway.api.openai.service import InferenceService
 from gateway.api.pages import devices, sign_in
 from gateway.api.pages import runs as runs_page
 from gateway.api.routing import PathOperation, identify
-from gateway.api.tandem import groups, keys, logs, runs, samplers, samples, status, targets, usage
+from gateway.api.tandem import (
+    ends,
+    groups,
+    keys,
+    logs,
+    runs,
+    samplers,
+    samples,
+    status,
+    targets,
+    usage,
+)
 from gateway.api.tinker import (
     auth,
     billing,
@@ -92,6 +103,7 @@ ROUTERS = (
     groups.router,
     samplers.router,
     runs.router,
+    ends.router,
     samples.router,
     targets.router,
     logs.router,

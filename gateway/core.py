@@ -430,6 +430,7 @@ class Gateway:
         return await self.collector.collect(run_id, ended=self.runs.get(run_id) is None)
 
     async def _end_session(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
+        await self.runs.finish_ends(session_id)  # a restart would drop their checkpoints
         try:
             await self.sessions.end(
                 session_id=session_id, state=state, reason=reason, detail=detail

@@ -58,6 +58,9 @@ _RETRY: dict[type[TandemError], str] = {
     errors.GradientsIncomplete: "after the batches",
     errors.NoGradients: "after a forward_backward",
     errors.NoRoom: "when others have ended",
+    errors.RunStopped: "from its checkpoint, in a new run",
+    errors.BudgetExhausted: "with a larger budget",
+    errors.DeadlineExceeded: "from its checkpoint, in a new run",
     errors.SequenceGap: "with new operations",
     errors.WorkerDied: "from a checkpoint",
     errors.GatewayRestarted: "from a checkpoint, or at once for a sample",
@@ -88,6 +91,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     "another owner's, or its result is no longer kept; send it again",
     errors.UnknownKey: "there is no key 'k-3fa2'; `tandem keys list` shows them",
     errors.UnknownGroup: "there is no group 'trian'; known: train, sample-1",
+    errors.UnknownOwner: "there is no owner 'anm'; `tandem owners list` shows them",
     UnknownEndpoint: "this server does not answer GET /models; /v1/models is there",
     errors.AddressForged: "the download address was not signed here, or was altered; ask for a new "
     "one with get_external_weights_urls",
@@ -146,6 +150,12 @@ EXAMPLES: dict[type[TandemError], str] = {
     "for a place on group sample-2: 16 workers are there (TANDEM_GROUPS workers). Nothing has "
     "changed. Ask for fewer, "
     "wait for others to end (`tandem top` shows them), or declare more groups (TANDEM_GROUPS)",
+    errors.RunStopped: "ann has stopped the run; its state is "
+    "tinker://s-ab12:train:0/weights/stopped-12",
+    errors.BudgetExhausted: "the budget of ann is used up: 100 device-hours of 100. An admin can "
+    "raise it (`tandem owners set ann`); its state is tinker://s-ab12:train:0/weights/stopped-12",
+    errors.DeadlineExceeded: "the run has reached its tandem.deadline; its state is "
+    "tinker://s-ab12:train:0/weights/stopped-12",
     errors.SampleCancelled: "the sample was cancelled by its client",
     errors.SequenceGap: "operation 6 did not arrive within 60 s, so later operations cannot be "
     "carried out in order; send them again",

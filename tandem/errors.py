@@ -195,6 +195,10 @@ class UnknownGroup(UserError):
     status = 404
 
 
+class UnknownOwner(UserError):
+    status = 404
+
+
 class AddressForged(UserError):
     """A download address that was altered or not signed here."""
 
@@ -337,6 +341,24 @@ class NameTaken(UserError):
 
 class NoRoom(UserError):
     """The device groups have no room now. (Not 409: the SDK would repeat it.)"""
+
+
+class RunStopped(UserError):
+    """Somebody has stopped the run."""
+
+
+class BudgetExhausted(UserError):
+    """The owner's budget is used up. (Not 402: the SDK would wait.)"""
+
+    status = 403
+
+
+class DeadlineExceeded(UserError):
+    """The run has reached its `tandem.deadline`."""
+
+
+PLANNED_ENDS: tuple[type[TandemError], ...] = (RunStopped, BudgetExhausted, DeadlineExceeded)
+"""The errors of runs that ended by somebody's decision."""
 
 
 class SampleCancelled(UserError):

@@ -7,11 +7,12 @@ the clock was ahead."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from sqlalchemy import (
     ColumnElement,
@@ -127,6 +128,14 @@ class CheckpointCatalog:
             select(checkpoints).where(checkpoints.c.path == str(path), not_expired())
         )
         return checkpoint_of(row) if row is not None else None
+
+    async def free_state_path(self, run_id: str, name: str) -> CheckpointPath:
+        """Return an unused path of the kind `weights`, with a random suffix if the name is
+        taken."""
+        path = CheckpointPath(run_id=run_id, kind="weights", name=name)
+        if await self.find(path) is None:
+            return path
+        return replace(path, name=f"{name}-{secrets.token_hex(4)}")
 
     async def get(
         self, path: str, *, readers: Readers | None, trainable: bool = False

@@ -21,7 +21,13 @@ from gateway.runs.run import Run
 from gateway.storage.database import Database
 from gateway.storage.futures.table import digest_of
 from gateway.storage.tables import runs
-from tandem.errors import GatewayRestarted, SessionFinished, TandemError
+from tandem.errors import (
+    PLANNED_ENDS,
+    GatewayRestarted,
+    SessionFinished,
+    TandemError,
+    from_type,
+)
 
 _PAYLOAD_SHARE = 0.5
 """Share of an owner's memory for payloads that need not be read from the disk."""
@@ -71,9 +77,9 @@ class OperationAdmission:
             if known:
                 await self.database.sync()
                 return request_id
-            if run.error is not None:
+            if (error := run.why_over) is not None:
                 await self.journal.accept_failed(
-                    run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=run.error
+                    run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=error
                 )
                 return request_id
             # The operation that a run waits for ignores the limits. Without it, the waiting ones
@@ -136,19 +142,17 @@ class OperationAdmission:
             )
 
     async def _submit_to_lost(self, *, run_id: str, seq_id: int, kind: Kind, digest: bytes) -> str:
-        """Accept, as failed, an operation of a run that the gateway's restart ended."""
+        """Accept, as failed, an operation of a run that an earlier gateway ended before its
+        session."""
         row = await self.database.read_one(
             select(runs.c.error_type, runs.c.reason).where(runs.c.id == run_id)
         )
         if row is None:
             raise unknown_run(run_id)
-        if row["error_type"] != GatewayRestarted.type:
+        error = from_type(row["error_type"], row["reason"])
+        if not isinstance(error, (GatewayRestarted, *PLANNED_ENDS)):
             raise SessionFinished(f"training run {run_id} has ended: {row['reason']}")
         await self.journal.accept_failed(
-            run_id=run_id,
-            seq_id=seq_id,
-            kind=kind,
-            digest=digest,
-            error=GatewayRestarted(row["reason"]),
+            run_id=run_id, seq_id=seq_id, kind=kind, digest=digest, error=error
         )
         return request_id_of(owner=run_id, seq_id=seq_id)

@@ -53,6 +53,7 @@ class Dispatcher:
         self._ready = False
         self._created_at = time.monotonic()
         self._completions = Rate()
+        self._refusal: TandemError | None = None
         self._ended: TandemError | None = None
         self._wake = asyncio.Event()
         self._gap_since: float | None = None
@@ -75,6 +76,11 @@ class Dispatcher:
         return min(waiting, key=lambda call: call.operation.seq_id, default=None)
 
     @property
+    def sent(self) -> int:
+        """The last `seq_id` that the trainer received, or -1."""
+        return self._sent
+
+    @property
     def rate(self) -> float:
         return self._completions.per_second()
 
@@ -88,8 +94,8 @@ class Dispatcher:
 
     def put(self, operation: Operation) -> None:
         seq_id = operation.seq_id
-        if self._ended is not None:
-            self._end(operation, self._ended)
+        if error := self._ended or self._refusal:
+            self._end(operation, error)
         elif self.passed(seq_id):
             self._end(
                 operation,
@@ -137,12 +143,19 @@ class Dispatcher:
         except ExceptionGroup as broken:
             raise broken.exceptions[0] from None
 
+    def refuse(self, error: TandemError) -> None:
+        """Fail the waiting and all later operations. Those in progress go on."""
+        self._refusal = error
+        for operation in self._take_all():
+            self._end(operation, error)
+
     async def drain(self) -> None:
         """Start no further operation and wait for the trainer's current ones."""
-        self._drained = asyncio.get_running_loop().create_future()
+        if self._drained is None:
+            self._drained = asyncio.get_running_loop().create_future()
         self._note_drained()
         self._wake.set()  # no gap is given up any more
-        await self._drained
+        await asyncio.shield(self._drained)
 
     @property
     def _at_work(self) -> bool:

@@ -29,6 +29,7 @@ from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import FutureTable, Outcome, Result
 from gateway.storage.tables import operations, runs
 from tandem.errors import (
+    PLANNED_ENDS,
     GatewayRestarted,
     SequenceTaken,
     TandemError,
@@ -340,23 +341,27 @@ class Journal:
 
     async def abandon(self) -> int:
         """Fail an earlier gateway's unfinished operations of ended runs, and remove their payloads.
-        Return the number of operations."""
+        Return the number of operations. Those of a planned end get the error of their run."""
         active = select(runs.c.id).where(runs.c.state == "active")
         unfinished = operations.c.ended_at.is_(None) & operations.c.run_id.not_in(active)
         count = await self.database.read_value(
             select(func.count()).select_from(operations).where(unfinished)
         )
-        await self.database.write(
-            update(operations)
-            .where(unfinished)
-            .values(
-                state="failed",
-                ended_at=time.time(),
+        failed = update(operations).values(state="failed", ended_at=time.time(), payload=None)
+        planned = runs.c.error_type.in_([error.type for error in PLANNED_ENDS])
+        its_run = runs.c.id == operations.c.run_id
+        await self.database.write_together(
+            failed.where(
+                unfinished, operations.c.run_id.in_(select(runs.c.id).where(planned))
+            ).values(
+                error_type=select(runs.c.error_type).where(its_run).scalar_subquery(),
+                error=select(runs.c.reason).where(its_run).scalar_subquery(),
+            ),
+            failed.where(unfinished).values(
                 error_type=GatewayRestarted.type,
                 error="the gateway restarted before the end of this operation was recorded; create "
                 "the run again, from a checkpoint if there is one",
-                payload=None,
-            )
+            ),
         )
         if left := await asyncio.to_thread(lambda: [*(self.data_dir / "operations").glob("*")]):
             rows = await self.database.read(select(runs.c.id).where(runs.c.state != "active"))

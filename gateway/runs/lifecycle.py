@@ -1,7 +1,7 @@
 """The life of a run: its trainer starts, serves its operations, and ends with the run.
 
-A run ends with its session, or when its trainer cannot be restored. Then the client creates a new
-run."""
+A run ends with its session, by a decision (`ending`), or when its trainer cannot be restored. Then
+the client creates a new run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from functools import partial
 from sqlalchemy import update
 
 from gateway.checkpoints.collector import GarbageCollector
+from gateway.runs.ending import decision, finish, without_checkpoint
 from gateway.runs.operations import Call, RunBroken
-from gateway.runs.run import Run
+from gateway.runs.run import Ending, Run
 from gateway.runs.runner import OperationRunner
 from gateway.runs.stopping import Stop, save_runs
 from gateway.runs.tools import RunTools
@@ -23,7 +24,13 @@ from gateway.runs.trainer import RunTrainer
 from gateway.runs.trainer_host import TrainerHost
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.tables import runs
-from tandem.errors import GatewayRestarted, InternalError, SessionFinished, TandemError
+from tandem.errors import (
+    PLANNED_ENDS,
+    GatewayRestarted,
+    InternalError,
+    SessionFinished,
+    TandemError,
+)
 from tandem.telemetry import get_log
 
 
@@ -43,17 +50,57 @@ class RunLifecycle:
         self, run: Run, *, heard: asyncio.Event | None = None, ended: int = -1, ago: float = 0.0
     ) -> None:
         """Start serving a run. An earlier gateway's run continues after its operation `ended`, once
-        its client is `heard`. Its last optimizer step, or its creation, was `ago` seconds ago."""
+        its client is `heard` or its end is decided. Its last optimizer step, or its creation, was
+        `ago` seconds ago."""
         run.timeline = self.tools.timelines.open(run.id, session_id=run.session_id, ago=ago)
         trainer = RunTrainer(run=run, tools=self.tools, on_lost=partial(self.abort, run))
         self._trainers[run.id] = trainer
         run.life = asyncio.create_task(self._live(trainer, heard, ended), name=f"run-{run.id}")
+        if run.ending is not None:
+            self._carry_out_end(run)
+
+    def end_as_planned(self, run: Run, ending: Ending) -> None:
+        """Decide that a run ends. Idempotent. A later decision to discard is the only other one
+        that counts."""
+        decided = run.ending
+        if run.error is not None or (decided and (decided.discard or not ending.discard)):
+            return
+        run.ending = ending if decided is None else Ending(decided.error, discard=True)
+        self._journal.database.write_soon(decision(run, run.ending))
+        self._log.info("run_ending", run_id=run.id, type=ending.error.type, discard=ending.discard)
+        if run.creation is not None and not run.creation.future.ended:
+            self.abort(run, run.ending.error)
+        else:
+            self._carry_out_end(run)
+
+    def _carry_out_end(self, run: Run) -> None:
+        assert run.ending is not None
+        run.end_asked.set()
+        run.dispatcher.refuse(run.ending.error)
+        if run.finishing is not None:
+            run.finishing.cancel()
+        run.finishing = asyncio.create_task(self._finish(run), name=f"end-{run.id}")
+
+    async def _finish(self, run: Run) -> None:
+        # An operation and the save may each take their whole time.
+        patience = 2 * self.tools.settings.operation_timeout
+        try:
+            error = await finish(self._trainers[run.id], self.tools, patience=patience)
+        except Exception as fault:  # noqa: BLE001 - the run must end all the same
+            self._log.exception("end_failed", run_id=run.id)
+            error = InternalError(f"{type(fault).__name__} in the gateway; see its log")
+        self.abort(run, error)
+
+    async def wait_for_ends(self, runs_: Sequence[Run], *, timeout: float | None = None) -> None:
+        """Wait until the runs with a decided end have ended, for at most `timeout` seconds."""
+        if ending := [run.finishing for run in runs_ if run.finishing is not None]:
+            await asyncio.wait(ending, timeout=timeout)
 
     async def _live(self, trainer: RunTrainer, heard: asyncio.Event | None, ended: int) -> None:
         """Start the trainer when it has a place, and carry out operations until the run ends."""
         run = trainer.run
         if heard is not None:
-            await heard.wait()
+            await _wait_for_either(heard, run.end_asked)
         try:
             runner = OperationRunner(trainer=trainer, tools=self.tools)
             begins = run.creation is not None and not run.creation.future.ended
@@ -113,7 +160,8 @@ class RunLifecycle:
     async def close(self, left: Sequence[Run], *, patience: float) -> None:
         """Cancel everything. The next gateway continues unfinished work, and stops the trainers of
         ended runs that outlast `patience` seconds."""
-        lives = [run.life for run in left if run.life is not None]
+        both = [task for run in left for task in (run.finishing, run.life)]
+        lives = [task for task in both if task is not None]
         for life in lives:  # first: operations that end without a log are not replayed
             life.cancel()
         await asyncio.gather(*lives, return_exceptions=True)
@@ -127,9 +175,12 @@ class RunLifecycle:
     def _end(self, run: Run, error: TandemError) -> None:
         if run.error is not None:
             return
+        planned = isinstance(error, (SessionFinished, *PLANNED_ENDS))
+        if run.ending is not None and not planned:
+            error = without_checkpoint(run.ending.error, error.message)
         run.error = error
         run.state = "ended"
-        log = self._log.info if isinstance(error, SessionFinished) else self._log.error
+        log = self._log.info if planned else self._log.error
         log(
             "run_ended",
             run_id=run.id,
@@ -142,6 +193,8 @@ class RunLifecycle:
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
+        if run.finishing is not None and run.finishing is not asyncio.current_task():
+            run.finishing.cancel()
         self.write_end(run.id, error)
 
     def _stopped(self, run: Run) -> asyncio.Task[None]:
@@ -170,3 +223,12 @@ class RunLifecycle:
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("run_not_removed", run_id=run.id)
+
+
+async def _wait_for_either(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

@@ -21,6 +21,7 @@ from gateway.identifiers import (
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.runs.dispatcher import Dispatcher
+from gateway.runs.ending import ending_of, left_to_do, without_checkpoint
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
 from gateway.runs.record.identity import identity_of
@@ -79,12 +80,17 @@ class RunRegistry:
             self.lifecycle.write_end(row["id"], SessionFinished("the session of the run has ended"))
         found = await self._database.read(select(runs).where(active, ~over))
         restored: list[RowMapping] = []
-        others: list[RowMapping] = []
         for row in found:
-            recovery = recovery_of(row["user_metadata"], self._settings)
-            (others if recovery is None else restored).append(row)
-        for row in others:
-            self.lifecycle.write_end(row["id"], _restarted())
+            error: TandemError | None = None
+            if (ending := ending_of(row)) is not None:
+                error = await left_to_do(self._database, row, ending)
+            if error is None and recovery_of(row["user_metadata"], self._settings) is None:
+                why = _restarted()
+                error = without_checkpoint(ending.error, why.message) if ending else why
+            if error is None:
+                restored.append(row)
+            else:
+                self.lifecycle.write_end(row["id"], error)
         await self._database.flush()
         await self.tools.snapshots.remove_ended()
         lost = await self._journal.abandon()
@@ -101,7 +107,10 @@ class RunRegistry:
                 lost += await self._journal.abandon()
         if found:
             self._log.warning(
-                "restarted", resumed=len(restored), ended=len(others), operations_failed=lost
+                "restarted",
+                resumed=len(restored),
+                ended=len(found) - len(restored),
+                operations_failed=lost,
             )
 
     async def _resume(self, row: RowMapping) -> None:
@@ -114,6 +123,7 @@ class RunRegistry:
             training=TrainingSpec.model_validate(row["training"]),
             options=RunOptions(**row["asks"]),
             dispatcher=Dispatcher(end=self._journal.end),
+            ending=ending_of(row),
         )
         await read_ahead(run.model.path, self._settings)
         self.hosts.for_left(run, key=row["host"])
@@ -231,8 +241,15 @@ class RunRegistry:
         await self._database.sync()
         return request_id
 
+    async def finish_ends(self, session_id: str) -> None:
+        """Wait until the session's runs with a decided end have ended, and saved their state."""
+        await self.lifecycle.wait_for_ends(self._of_session(session_id))
+
+    def _of_session(self, session_id: str) -> list[Run]:
+        return [run for run in self._runs.values() if run.session_id == session_id]
+
     async def end_session(self, session_id: str, error: TandemError) -> list[str]:
-        ending = [run for run in self._runs.values() if run.session_id == session_id]
+        ending = self._of_session(session_id)
         await self.lifecycle.end_all(ending, error)
         for run in ending:
             self._runs.pop(run.id, None)

@@ -16,7 +16,19 @@ from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.storage.futures.table import Future, Waiting
 from tandem.errors import TandemError
 
+LAST_SEQ_ID = 2**53 + 1
+"""The `seq_id` of the save before a planned end. Clients' numbers are smaller."""
+
 RunState = Literal["starting", "ready", "ended"]
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The decision to end a run. `error` fails its queued and later operations. Without `discard`,
+    the trainer saves a checkpoint first."""
+
+    error: TandemError
+    discard: bool = False
 
 
 @dataclass(eq=False, kw_only=True)
@@ -24,6 +36,9 @@ class Run(HostedRun):
     """`life` is the task that starts the trainer and serves the run, `stopping` the one that stops
     it. `creation` is the operation that creates the run. `host` is its trainer's process, perhaps
     shared. `log` is None without recovery.
+
+    `ending` is the decision to end the run, and `end_asked` is set with it. `finishing` is the task
+    that carries it out. `last_save` is the save of an earlier gateway's decision.
 
     `restoring` describes a restoration of the trainer in progress, or is "". `restored` counts
     them. `snapshot_asked` is the folder of a snapshot that is being written, or "". `no_snapshot`
@@ -42,6 +57,10 @@ class Run(HostedRun):
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
+    ending: Ending | None = None
+    end_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    finishing: asyncio.Task[None] | None = None
+    last_save: Operation | None = None
     restoring: str = ""
     restored: int = 0
     snapshot_asked: str = ""
@@ -86,6 +105,11 @@ class Run(HostedRun):
         """Bytes of a trainer's state: parameters and two moments, 4 bytes each."""
         return max(12 * self.about.trainable_parameters, 3 * self.expected_version_bytes)
 
+    @property
+    def why_over(self) -> TandemError | None:
+        """The error of a new operation, if the run has ended or is ending."""
+        return self.error or (self.ending.error if self.ending is not None else None)
+
     def new_future(self, seq_id: int) -> Future:
         return Future(
             request_id=request_id_of(owner=self.id, seq_id=seq_id),
@@ -96,7 +120,9 @@ class Run(HostedRun):
 
     @property
     def trouble(self) -> str:
-        """Why the trainer makes no progress, "" if all is well."""
+        """Why the trainer makes no progress, or why the run ends. "" if all is well."""
+        if self.ending is not None:
+            return f"the run is ending: {self.ending.error.message}"
         waits = self.host.explain()
         if waits and not self.host.has_place:
             return waits

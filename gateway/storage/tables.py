@@ -111,6 +111,8 @@ runs = Table(
     Column("state", String(16), nullable=False),  # active, ended
     Column("error_type", String(64), nullable=False, default=""),
     Column("reason", Text, nullable=False, default=""),
+    # save or discard: the end of an active run was decided, with the error above
+    Column("ending", String(8)),
     # The record's identity. `user_metadata` has the other keys.
     Column("name", String(200)),
     Column("tags", JSON),  # a list of text

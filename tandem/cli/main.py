@@ -21,6 +21,7 @@ from tandem.cli import (
     logs,
     models,
     observe,
+    run_stop,
     runs,
     scale,
     tls,
@@ -49,6 +50,7 @@ app.command("ping")(observe.ping)
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
+runs.app.command("stop")(run_stop.stop)
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(tls.app, name="tls")

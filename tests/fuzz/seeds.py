@@ -185,6 +185,7 @@ def _seeds() -> Mapping[str, object]:
             "optimizer_config": {"type": "adamw"},
         },
         "get_info": {"model_id": RUN},
+        "stop_run": {"discard": False},
         "create_custom_loss": json.loads(custom_loss_body()),
         "retrieve_future": {"request_id": f"{RUN}:1", "allow_metadata_only": True},
         "retrieve_futures": {

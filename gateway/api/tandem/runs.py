@@ -124,7 +124,7 @@ async def run_steps(
     before: Annotated[Offset | Omitted, Query()] = None,
 ) -> RunSteps:
     """Return a run's newest optimizer steps in order, or those before a `seq_id`."""
-    run = await _own(run_id, access)
+    run = await own_run(run_id, access)
     gateway, records = access.gateway, access.gateway.run_records
     found = await records.newest_steps(run_id, limit=limit + 1, before=before)
     last = await records.last_steps([run_id])
@@ -140,7 +140,7 @@ async def run_steps(
     )
 
 
-async def _own(run_id: str, access: Access) -> RunRecord:
+async def own_run(run_id: str, access: Access) -> RunRecord:
     """Return a fully visible run. A published checkpoint does not show its run's steps. Raises
     `UnknownRun`."""
     run = await access.gateway.run_records.run(run_id, access.caller, scope="accessible")

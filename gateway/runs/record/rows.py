@@ -17,8 +17,11 @@ from gateway.owners.auth.identity import Caller, Scope, visible
 from gateway.runs.record.identity import RunIdentity
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import checkpoints, operations, runs, training_steps
-from tandem.errors import SessionFinished
+from tandem.errors import PLANNED_ENDS, SessionFinished
 from tandem.protocol.worker import TrainingSpec
+
+_UNHURT = {"", SessionFinished.type, *(error.type for error in PLANNED_ENDS)}
+"""The ends of runs whose state is in checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -144,8 +147,8 @@ class RunRecords:
                 row,
                 training=TrainingSpec.model_validate(row["training"]),
                 ranks=(row["asks"] or {}).get("ranks", 1),
-                failed=row["state"] == "ended"
-                and row["error_type"] not in ("", SessionFinished.type),
+                state="ending" if row["ending"] and row["state"] == "active" else row["state"],
+                failed=row["state"] == "ended" and row["error_type"] not in _UNHURT,
                 identity=RunIdentity(row["name"], row["tags"], row["config"]),
                 last_training=newest.get((row["id"], "weights")),
                 last_sampler=newest.get((row["id"], "sampler_weights")),

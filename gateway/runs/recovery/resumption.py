@@ -17,7 +17,7 @@ from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
 from gateway.runs.operations import Operation, body_from_json
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
-from gateway.runs.run import Run
+from gateway.runs.run import LAST_SEQ_ID, Run
 from gateway.runs.tools import RunTools
 from gateway.storage.tables import operations
 from tandem.errors import SequenceGap, from_type
@@ -55,6 +55,12 @@ class RunResumption:
                 call.release = partial(pins.unpin, folder)
         for operation in waiting:
             self._take_up(operation)
+        if run.ending is not None:
+            run.last_save = next((each for each in waiting if each.seq_id == LAST_SEQ_ID), None)
+            for operation in waiting:
+                if operation is not run.last_save:
+                    self.tools.journal.end(operation, run.ending.error)
+            waiting = []
         run.creation = next((each for each in waiting if each.seq_id == 0), None)
         log.resume(snapshots=snapshots, calls=calls, missing_to=row["replay_after"], answered=ended)
         run.restoring = "the gateway restarted; the trainer starts when its client is heard of"

@@ -94,14 +94,13 @@ class SnapshotStore:
         self._bytes.pop(run.id, None)
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
-    async def keep(self, run: Run, snapshot: Snapshot) -> CheckpointPath | None:
-        """Turn the newest snapshot of a failed run into a checkpoint and return its path, None if
-        that fails or takes too long."""
-        name = f"recovered-{snapshot.step}"
-        path = CheckpointPath(run_id=run.id, kind="weights", name=name)
-        if await self.checkpoints.find(path) is not None:  # the name is taken
-            path = replace(path, name=f"{name}-{secrets.token_hex(4)}")
-        folder = new_state_folder(run_id=run.id, name=name)
+    async def keep(
+        self, run: Run, snapshot: Snapshot, *, prefix: str = "recovered"
+    ) -> CheckpointPath | None:
+        """Turn the newest snapshot of a failed run into the checkpoint PREFIX-STEP and return its
+        path, None if that fails or takes too long."""
+        path = await self.checkpoints.free_state_path(run.id, f"{prefix}-{snapshot.step}")
+        folder = new_state_folder(run_id=run.id, name=path.name)
         place = self.data_dir / folder
         try:
             with self.checkpoints.pins.pinned(folder):

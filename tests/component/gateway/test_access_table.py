@@ -49,6 +49,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "run_usage": OWN_LOOK,
     "log_files": EVERYBODY,
     "log_lines": OWN_LOOK,
+    "stop_run": OWN_CHANGE,
     "sampled_versions": OWN_LOOK,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,

@@ -166,6 +166,14 @@ class World:
         self.gate.run(self.gate.gateway.models.add(name=name, path=path))
         return name
 
+    def new_run(self) -> str:
+        """Return the id of a run in a new session of ann's."""
+        session = self.session if self.run == "none yet" else self.new_session()
+        model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+        created = self.post("create_model", **model)
+        self.done(created)
+        return str(created.json()["model_id"])
+
     def key_id(self) -> str:
         keys = self.gate.gateway.keys
         return self.gate.run(keys.create(NewKey(owner="eve", role="member")))[0].id
@@ -262,6 +270,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "drain_group": _get(f"{OWN}/groups/spare/drain"),
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
+    "stop_run": lambda w: Call(f"{OWN}/runs/{w.new_run()}/stop", {"discard": True}),
     "run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps"),
     "log_files": _get(f"{OWN}/logs/files"),
     "log_lines": lambda w: Call(f"{OWN}/logs?run={w.run}"),

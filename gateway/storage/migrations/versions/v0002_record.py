@@ -15,6 +15,7 @@ def upgrade() -> None:
     op.add_column("runs", sa.Column("config", sa.JSON()))
     op.add_column("runs", sa.Column("parent_run", sa.String(100)))
     op.add_column("runs", sa.Column("parent_step", sa.BigInteger()))
+    op.add_column("runs", sa.Column("ending", sa.String(8)))
     op.create_table(
         "run_records",
         sa.Column("run_id", sa.String(100), primary_key=True),

@@ -1,0 +1,66 @@
+"""Stops a run, for its owner and for admins."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, StrictBool
+
+from gateway.api.dependencies import AccessDep
+from gateway.api.fields import Answer, PathText
+from gateway.api.routing import Router
+from gateway.api.tandem.runs import own_run
+from gateway.runs.run import Ending
+from tandem.errors import RunStopped, UnknownRun
+
+LONG_POLL = 2.0
+"""Most seconds that a request waits for the end of the run."""
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class StopRun(BaseModel):
+    discard: StrictBool = False
+
+
+class StoppedRun(Answer):
+    """`ending`: the running operation or the save goes on, so ask again. `already`: the end was
+    decided before this request. `checkpoint` is the path of the run's newest checkpoint with the
+    trainer's state, or null."""
+
+    id: str
+    state: Literal["ending", "ended"]
+    reason: str
+    already: bool
+    checkpoint: str | None
+
+
+@router.operation(
+    "POST", "/runs/{run_id}/stop", role="member", audit="run_stop", errors=[UnknownRun]
+)
+async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> StoppedRun:
+    """Stop a run, and free its trainer.
+
+    Operations at the trainer end. Queued and later ones fail with `run_stopped`, which the SDK does
+    not repeat. Then the trainer saves the checkpoint `stopped-STEP`, unless `discard` is set.
+    Idempotent. A second request with `discard` does not wait for the save. A request waits for at
+    most 2 s."""
+    gateway = access.gateway
+    found = await own_run(run_id, access)
+    access.audit.note(run_id, discard=str(body.discard).lower())
+    already = found.state != "active"
+    if (run := gateway.runs.get(run_id)) is not None:
+        already = run.why_over is not None
+        error = RunStopped(f"{access.caller.owner} has stopped the run")
+        gateway.runs.lifecycle.end_as_planned(run, Ending(error, discard=body.discard))
+        await gateway.database.flush()
+        await gateway.runs.lifecycle.wait_for_ends([run], timeout=LONG_POLL)
+    found = await own_run(run_id, access)
+    last = found.last_training
+    return StoppedRun(
+        id=run_id,
+        state="ended" if found.state == "ended" else "ending",
+        reason=found.reason,
+        already=already,
+        checkpoint=str(last.path) if last is not None else None,
+    )

@@ -1,0 +1,280 @@
+"""Runs that somebody stops, with fake trainers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from gateway.owners.auth.keys import NewKey
+from tests.support.audit_log import audit_log
+from tests.support.gateway.running import running_gateway
+from tests.support.gateway.runs import OFTEN, SELDOM, Run, run_of, save, train, undisturbed
+from tests.support.ports import known_port
+from tests.support.sdk import supervised
+from tests.support.waiting import wait_until
+
+OWN = "/api/tandem/v1"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a gateway on the last one's directory and port."""
+    port = known_port()
+
+    def with_(**changes):
+        defaults = {"session_ttl": 600, "port": port, "recovery": SELDOM}
+        return running_gateway(tmp_path, **defaults | changes)
+
+    return with_
+
+
+def stop(run: Run, *, discard: bool = False):
+    answer = run.client.post(f"{OWN}/runs/{run.id}/stop", json={"discard": discard})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def stop_soon(run: Run, *, discard: bool = False) -> list[dict]:
+    """Stop a run from another thread, and return when the end is decided."""
+    answers: list[dict] = []
+
+    def ask() -> None:
+        with suppress(httpx.HTTPError):  # the gateway may end meanwhile
+            answers.append(stop(run, discard=discard))
+
+    threading.Thread(target=ask, daemon=True).start()
+    wait_until(lambda: run_of(run).ending is not None)
+    return answers
+
+
+def test_the_running_operation_ends_queued_ones_fail_and_a_checkpoint_is_saved(start):
+    with start(dispatch_window=1) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.hold()
+        run.backward(3)
+        run.step(4)
+        wait_until(lambda: run_of(run).dispatcher.under_way)
+        answers = stop_soon(run)
+        assert run.outcome(4).json()["type"] == "run_stopped"
+        run.step(5)
+        assert run.outcome(5).json()["error"].startswith("run_stopped: local has stopped the run")
+        assert run.outcome(5).json()["category"] == "user"
+        run.release()
+        assert run.outcome(3).status_code == 200
+        (answer,) = wait_until(lambda: answers)
+        assert (answer["state"], answer["already"]) == ("ended", False)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/stopped-1"
+        assert answer["checkpoint"] in answer["reason"]
+        assert [kind for kind, _ in run.trainer.applied] == [
+            "forward_backward",
+            "optim_step",
+            "forward_backward",
+            "save",
+        ]
+        again = stop(run)
+        assert again == answer | {"already": True}
+        wait_until(lambda: not gate.placed())
+
+
+def test_a_run_goes_on_from_the_checkpoint_of_its_stop(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1, 2)
+        path = stop(run)["checkpoint"]
+        with gate.service() as service:
+            training = service.create_training_client_from_state_with_optimizer(path).result()
+            training.forward_backward([supervised([1, 9])], "cross_entropy")
+            training.optim_step(types.AdamParams()).result()
+            assert gate.trainer_of(training.model_id).step == 3
+
+
+def test_nothing_is_saved_if_the_state_is_discarded(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        assert stop(run, discard=True)["checkpoint"] is None
+        assert "save" not in [kind for kind, _ in run.trainer.applied]
+
+
+def test_a_second_stop_that_discards_does_not_wait_for_the_save(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.hold()
+        answers = stop_soon(run)
+        wait_until(lambda: run_of(run).last_save is not None)
+        assert stop(run, discard=True)["already"]
+        assert wait_until(lambda: answers)[0]["state"] == "ended"
+        run.release()
+
+
+def test_a_starting_run_ends_at_once_and_gives_its_place_back(start):
+    with start() as gate:
+        gate.run(gate.launcher.start_gate.clear)
+        session = gate.session_id()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+        client = gate.http()
+        created = client.post("/api/v1/create_model", json=body).json()["request_id"]
+        run_id = f"{session}:train:0"
+        answer = client.post(f"{OWN}/runs/{run_id}/stop", json={}).json()
+        assert (answer["state"], answer["checkpoint"]) == ("ended", None)
+        assert gate.retrieve(created).json()["type"] == "run_stopped"
+        gate.run(gate.launcher.start_gate.set)
+        wait_until(lambda: not gate.placed())
+
+
+def test_a_run_without_a_place_ends_at_once(start):
+    group = {"name": "one", "devices": ["cpu:0"], "roles": ["trainer", "sampler"], "workers": 1}
+    groups = [group | {"awake": 0}]
+    with start(groups=groups) as gate:
+        run = Run(gate, gate.run_id(gate.session_id(), sampler="none"), "", None, gate.http())
+        session = gate.session_id()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+        body["user_metadata"] = {"tandem.sampler": "none"}
+        run.client.post("/api/v1/create_model", json=body)
+        waiting = f"{session}:train:0"
+        wait_until(lambda: gate.waiting_for_places() == [waiting])
+        answer = run.client.post(f"{OWN}/runs/{waiting}/stop", json={}).json()
+        assert answer["state"] == "ended"
+        wait_until(lambda: gate.waiting_for_places() == [])
+
+
+def test_a_dead_trainer_is_restored_and_then_saves(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1, 2)
+        gate.run(gate.launcher.start_gate.clear)
+        run.die()
+        answers = stop_soon(run)
+        gate.run(gate.launcher.start_gate.set)
+        (answer,) = wait_until(lambda: answers)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/stopped-2"
+        assert run.newest.history == undisturbed(2)
+
+
+def test_the_newest_snapshot_is_kept_if_the_trainer_cannot_save(start, no_wait):
+    with start(recovery=OFTEN) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
+        gate.launcher.start_error["trainer"] = "no memory"
+        run.die()
+        wait_until(lambda: stop(run)["state"] == "ended")
+        answer = stop(run)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/recovered-1"
+        assert answer["checkpoint"] in answer["reason"]
+
+
+def test_a_name_that_is_taken_gets_a_suffix(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        save(run, 3, "stopped-1")
+        assert f"{run.id}/weights/stopped-1-" in stop(run)["checkpoint"]
+
+
+def test_runs_of_a_shared_trainer_are_stopped_one_by_one(start):
+    with start() as gate:
+        runs = [Run.new(gate, rank=8) for _ in range(2)]
+        for run in runs:
+            train(run, 1)
+        stop(runs[0])
+        train(runs[1], 2)
+        assert runs[1].state.history == undisturbed(2)
+        wait_until(lambda: runs[0].id not in runs[1].newest.runs)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_the_next_gateway_completes_a_stop(start, discard):
+    with start(dispatch_window=1) as gate:
+        run = Run.new(gate)
+        train(run, 1, 2)
+        run.hold()
+        run.backward(5)
+        run.step(6)
+        wait_until(lambda: run_of(run).dispatcher.under_way)
+        stop_soon(run, discard=discard)
+        gate.run(gate.gateway.database.flush())
+    with start() as gate:
+        client = gate.http()
+        wait_until(lambda: _row(client, run.id)["state"] == "ended")
+        row = _row(client, run.id)
+        path = f"tinker://{run.id}/weights/stopped-2"
+        assert ("stopped the run" in row["reason"], path in row["reason"]) == (True, not discard)
+        assert gate.retrieve(f"{run.id}:6").json()["type"] == "run_stopped"
+        body = {"model_id": run.id, "seq_id": 7, "adam_params": {}}
+        client.post("/api/v1/optim_step", json=body)
+        assert gate.retrieve(f"{run.id}:7").json()["type"] == "run_stopped"
+        wait_until(lambda: not gate.placed())
+    with start() as gate:
+        body = {"model_id": run.id, "seq_id": 8, "adam_params": {}}
+        gate.http().post("/api/v1/optim_step", json=body)
+        assert gate.retrieve(f"{run.id}:8").json()["type"] == "run_stopped"
+
+
+def _row(client, run_id: str) -> dict:
+    found = client.get(f"{OWN}/runs").json()["runs"]
+    return next(row for row in found if row["id"] == run_id)
+
+
+def test_the_end_of_the_session_waits_for_the_save(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.hold()
+        answers = stop_soon(run)
+        wait_until(lambda: run_of(run).last_save is not None)
+        finish = {"reason": {"type": "success"}}
+        ended = threading.Thread(
+            target=lambda: gate.http().post(
+                f"/api/v1/sessions/{run.session_id}/finish", json=finish
+            )
+        )
+        ended.start()
+        run.release()
+        ended.join()
+        (answer,) = wait_until(lambda: answers)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/stopped-1"
+        assert _row(gate.http(), run.id)["state"] == "ended"
+
+
+def test_the_sdk_raises_the_typed_error_at_once(start):
+    with start() as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        training.forward_backward([supervised([1, 9])], "cross_entropy").result()
+        run = Run(gate, training.model_id, "", None, gate.http())
+        stop(run)
+        began = time.monotonic()
+        with pytest.raises(tinker.RequestFailedError, match="run_stopped") as raised:
+            training.optim_step(types.AdamParams()).result()
+        assert raised.value.category is types.RequestErrorCategory.User
+        assert time.monotonic() - began < 20, "the SDK repeated it"
+
+
+def test_a_stop_is_in_the_audit_log_and_readers_may_not(start):
+    with start() as gate:
+        run = Run.new(gate)
+        create = gate.gateway.keys.create
+        reader = gate.run(create(NewKey(owner="local", role="reader")))[1]
+        refused = gate.http(reader).post(f"{OWN}/runs/{run.id}/stop", json={})
+        assert refused.status_code == 403
+        stop(run, discard=True)
+        found = [(each["event"], each["event_details"]) for each in audit_log(gate.http())]
+        stops = [details for event, details in found if event == "run_stop"]
+        assert [details["status"] for details in stops] == [403, 200]
+        assert (stops[1]["target"], stops[1]["discard"]) == (run.id, "true")
+
+
+def test_the_body_takes_only_a_flag(start):
+    with start() as gate:
+        run = Run.new(gate)
+        for wrong in ("yes", 1, None):
+            answer = run.client.post(f"{OWN}/runs/{run.id}/stop", json={"discard": wrong})
+            assert answer.status_code == 400
