@@ -12,6 +12,7 @@ from pydantic_settings import SettingsError
 from tandem import __version__
 from tandem.cli import (
     backup,
+    chat,
     checkpoints,
     config,
     demo,
@@ -24,6 +25,7 @@ from tandem.cli import (
     run_stop,
     runs,
     scale,
+    sessions,
     tls,
     up,
     usage,
@@ -36,6 +38,7 @@ app = new_commands("Reinforcement learning of language models on your own machin
 app.command("up", here=True)(up.up)
 app.command("agent", here=True)(up.agent)
 app.command("demo", here=True)(demo.demo)
+app.command("chat")(chat.chat)
 app.command("status")(observe.status)
 app.command("top")(groups.top)
 app.command("usage")(usage.usage)
@@ -53,6 +56,7 @@ app.add_typer(models.app, name="models")
 runs.app.command("stop")(run_stop.stop)
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(sessions.app, name="sessions")
 app.add_typer(tls.app, name="tls")
 
 

@@ -73,6 +73,15 @@ def show_table(
         out.print(f"Not shown, for lack of width: {names} (--json shows all)", markup=False)
 
 
+def say_rest(shown: int, total: int | None, what: str) -> None:
+    """Say that a list goes on, if it does. `total` is None if only that is known.
+
+    Example: `20 of 134 runs (--limit, --all show more)`."""
+    if total is None or total > shown:
+        of = f"{shown} of {total} {what}" if total is not None else f"The newest {shown} {what}"
+        say(f"{of} (--limit, --all show more)")
+
+
 def moment(value: Any) -> str:
     """Return a time to the minute, in UTC, such as `2026-07-13 09:30`."""
     if not value:

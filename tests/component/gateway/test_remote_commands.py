@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey, Role
 from tandem.cli.main import app
-from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun
+from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UnknownSession
 from tandem.protocol.authority import Authority, write_certificate
 from tests.support.gateway.running import KEY, make_model
 
@@ -55,6 +55,8 @@ LISTS = [
     ("models", "list"),
     ("runs", "list"),
     ("checkpoints", "list"),
+    ("sessions", "list"),
+    ("logs",),
     ("ping",),
 ]
 ADMINS = [("keys", "list"), ("config",), ("config", "--changed")]
@@ -91,6 +93,30 @@ def test_an_experiment_is_managed_from_elsewhere(gate, tandem, key_of, training,
     for command in (("runs", "show", run), ("checkpoints", "list", "--run", run)):
         with pytest.raises(UnknownRun, match="or it is another owner's"):
             tandem(*command, key=key_of("member"))
+
+
+def test_sessions_are_listed_and_ended_by_their_owner(gate, tandem, key_of):
+    key = key_of("member")
+    with gate.http(key) as client:
+        body = {"tags": [], "sdk_version": "test", "display_name": "night shift"}
+        session = client.post("/api/v1/create_session", json=body).json()["session_id"]
+    active = ("sessions", "list", "--state", "active")
+    assert f"{session}  active" in tandem(*active, key=key)
+    assert session in tandem(*active, "--all", "--name", "shift")
+    assert "The newest 1 sessions (--limit, --all show more)" in tandem(
+        "sessions", "list", "--limit", "1"
+    )
+    with pytest.raises(UnknownSession):
+        tandem("sessions", "end", session, "--yes", key=stranger(gate))
+    with pytest.raises(PermissionDenied):
+        tandem("sessions", "end", session, "--yes", key=key_of("reader"))
+    assert "has ended" in tandem("sessions", "end", session, "--yes", key=key)
+    assert "finished (interrupted)" in tandem("sessions", "list", key=key)
+    assert session not in tandem(*active, key=key)
+
+
+def stranger(gate) -> str:
+    return gate.run(gate.gateway.keys.create(NewKey(owner="ben", role="member")))[1]
 
 
 def test_keys_and_models_are_managed_from_elsewhere(gate, tandem, tmp_path):

@@ -1,0 +1,245 @@
+"""`tandem chat`: talk to a base model, a checkpoint or a run's newest weights."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import orjson
+import typer
+
+from tandem.cli.context import (
+    DataDir,
+    JsonFlag,
+    Target,
+    call,
+    chosen_gateway,
+    err,
+    explained,
+    fail,
+    print_json,
+    read_answer,
+    say,
+    say_aside,
+)
+from tandem.cli.run_names import run_id
+from tandem.errors import ServerError, TandemError, UnknownModel, UnknownRun, UserError, describe
+from tandem.settings.chosen_names import is_run_id
+
+_OPENAI_API = "v1"
+_ANSWER_SECONDS = 1900.0
+"""The gateway ends a request earlier (TANDEM_OPERATION_TIMEOUT)."""
+_PATIENT_SECONDS = 3.0
+_STARTING, _RETRY_SECONDS, _MOST_RETRIES = 503, 5.0, 60
+_PROMPT = "> "
+
+
+@dataclass
+class _Talk:
+    """A conversation with one model. `heading` is shown beside another model's answer."""
+
+    model: str
+    heading: str
+    options: dict[str, object]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+
+def chat(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A base model, tinker://RUN/sampler_weights/NAME, or a run (id or name) for its "
+            "newest weights for sampling."
+        ),
+    ],
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="One message. Default: a conversation, or a pipe's text."),
+    ] = None,
+    compare: Annotated[
+        str, typer.Option("--compare", metavar="MODEL", help="Ask a second model the same.")
+    ] = "",
+    system: Annotated[str, typer.Option(help="The system message.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 for the likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(min=0, max=1, help="Nucleus sampling.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
+    complete: Annotated[
+        bool,
+        typer.Option("--complete", help="Continue the text, for a model without chat template."),
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Talk to a model. Answers appear as they are sampled.
+
+    Ctrl-C stops an answer, Ctrl-D ends, and a line `/new` begins again.
+
+    Example: tandem chat my-run "What is 2 + 3?" --compare Qwen/Qwen3-0.6B"""
+    target = chosen_gateway(data_dir)
+    given: dict[str, object] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+    }
+    given["seed"] = seed
+    options = {name: value for name, value in given.items() if value is not None}
+    first = [{"role": "system", "content": system}] if system else []
+    names = [name for name in (model, compare) if name]
+    talks = [
+        _Talk(_model(data_dir, name), name if compare else "", options, list(first))
+        for name in names
+    ]
+    if prompt is None and (as_json or not _is_conversation()):
+        prompt = sys.stdin.read()
+    if prompt is not None:
+        if not prompt.strip():
+            raise UserError("the prompt is empty; give one as an argument or through a pipe")
+        answers = [_ask(target, talk, prompt, complete=complete, quiet=as_json) for talk in talks]
+        if as_json:
+            print_json({"answers": answers})
+        return
+    while (line := _read_line()) is not None:
+        if line == "/new":
+            for talk in talks:
+                talk.messages = list(first)
+        elif line:
+            _converse(target, talks, line, complete=complete)
+
+
+def _converse(target: Target, talks: list[_Talk], line: str, *, complete: bool) -> None:
+    for talk in talks:
+        try:
+            _ask(target, talk, line, complete=complete)
+        except KeyboardInterrupt:
+            say("\n(stopped)")
+        except TandemError as error:
+            fail(describe(error))
+
+
+def _is_conversation() -> bool:
+    return sys.stdin.isatty()
+
+
+def _read_line() -> str | None:
+    """Return a line of the user, None at the end."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - gives input() a history
+    try:
+        return input(_PROMPT).strip()
+    except (EOFError, KeyboardInterrupt):
+        say("")
+        return None
+
+
+def _model(data_dir: Path | None, given: str) -> str:
+    """Return the name for the OpenAI route: a base model's, a checkpoint's path or a run's id."""
+    if "://" in given or is_run_id(given):
+        return given
+    known = [model["id"] for model in call(data_dir, "GET", "models", api=_OPENAI_API)["data"]]
+    if given in known:
+        return given
+    try:
+        return run_id(data_dir, given)
+    except UnknownRun as error:
+        names = [name for name in known if "://" not in name]
+        raise UnknownModel(
+            f"no base model or run is called {given!r}; base models: {', '.join(names) or 'none'}; "
+            "`tandem runs list` shows the runs"
+        ) from error
+
+
+def _ask(
+    target: Target, talk: _Talk, text: str, *, complete: bool, quiet: bool = False
+) -> dict[str, object]:
+    """Print the answer while it comes, and add it to the conversation. Return it."""
+    body: dict[str, object] = {"model": talk.model, "stream": True, **talk.options}
+    path = "completions" if complete else "chat/completions"
+    if complete:
+        body["prompt"] = text
+    else:
+        talk.messages.append({"role": "user", "content": text})
+        body["messages"] = talk.messages
+    if talk.heading and not quiet:
+        say(f"── {talk.heading} ──")
+    said: list[str] = []
+    finish = version = ""
+    try:
+        for part in _parts(target, path, body):
+            version = part.get("tandem_weight_version") or version
+            for choice in part["choices"]:
+                piece = choice["text"] if complete else choice["delta"].get("content")
+                finish = choice["finish_reason"] or finish
+                if piece:
+                    said.append(piece)
+                    if not quiet:
+                        sys.stdout.write(_shown(piece))
+                        sys.stdout.flush()
+    except BaseException:
+        if not complete:
+            talk.messages.pop()
+        raise
+    answer = "".join(said)
+    if not complete:
+        talk.messages.append({"role": "assistant", "content": answer})
+    if not quiet:
+        say("" if finish != "length" else "…\n(cut: --max-tokens or the model's context)")
+    about = {"finish_reason": finish, "weight_version": version}
+    return {"model": talk.model, "text": answer, **about}
+
+
+def _parts(target: Target, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the parts of an answer. A starting engine is waited for. Raises the gateway's error."""
+    with explained(target), target.client(timeout=_ANSWER_SECONDS) as client:
+        for _ in range(_MOST_RETRIES):
+            with (
+                _patience(),
+                client.stream("POST", f"{_OPENAI_API}/{path}", json=body) as answer,
+            ):
+                if answer.is_success:
+                    yield from _events(answer.iter_lines())
+                    return
+                answer.read()
+                if answer.status_code != _STARTING:
+                    read_answer(target, answer)
+                why = answer.json()["error"]["message"]
+            say_aside(f"{why} (trying again)")
+            time.sleep(_RETRY_SECONDS)
+        raise ServerError(f"no engine started for {body['model']}: {why}")
+
+
+def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    for line in lines:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            continue
+        part = orjson.loads(line.removeprefix("data: "))
+        if "error" in part:
+            raise ServerError(f"the answer broke off: {part['error']['message']}")
+        yield part
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    """Say after some seconds without an answer why that may be."""
+    if not err.is_terminal:
+        yield
+        return
+    sentence = "(waiting: an engine may have to start, see `tandem status`)"
+    timer = threading.Timer(_PATIENT_SECONDS, say_aside, [sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _shown(piece: str) -> str:
+    """Replace characters that move the cursor. Lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in piece)
