@@ -9,6 +9,7 @@
   `process_identity` distinguishes processes of one number. `scratch` removes temporary files.
 - `host`: describes cores, memory and accelerators. `environment`: the variables that workers
   inherit.
+- `metrics`: the agent's metrics, and the ports of its workers' metrics.
 - `exits`: why a process ended. `check`: a container's health check.
 
 A stack runs an agent beside its gateway. `tandem agent` starts one by hand. The agent imports no

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from tandem.agent.metrics import AgentMetrics, worker_port
 from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.scratch import ScratchFolders
@@ -55,7 +56,7 @@ class ProcessLauncher:
     `command` returns the program for a kind of worker, without `--report-fd N`. Output goes to
     `logs/WORKER.log`, by default in the data directory. `pool` counts the processes to start in
     advance. `suspender` is for workers that cannot sleep. `advertised` is this host's name for
-    other hosts."""
+    other hosts. `metrics_port` is the agent's, and those of its workers follow (0: any)."""
 
     data_dir: Path
     command: Callable[[WorkerKind], list[str]] = default_command
@@ -63,9 +64,11 @@ class ProcessLauncher:
     suspender: ProcessSuspender = field(default_factory=CudaCheckpoint)
     advertised: str = ""
     logs: Path | None = None
+    metrics_port: int = 0
 
     def __post_init__(self) -> None:
         self._logs = self.logs or self.data_dir / "logs"
+        self.metrics = AgentMetrics(data_dir=self.data_dir, logs=self._logs, kinds=self._kinds)
         self._workers: dict[str, WorkerProcess] = {}
         self._ended: deque[WorkerProcess] = deque(maxlen=_REMEMBERED)
         self._stopped: deque[str] = deque(maxlen=_REMEMBERED)
@@ -91,8 +94,11 @@ class ProcessLauncher:
                 raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
             if spec.worker_id in self._stopped:  # the request was late
                 raise WorkerStartFailed(f"worker {spec.worker_id} was stopped before it started")
+            used = {worker.spec.metrics_port for worker in self._workers.values()}
+            changes: dict[str, object] = {"metrics_port": worker_port(self.metrics_port, used)}
             if spec.lease:
-                spec = spec.model_copy(update={"no_suspender": self.suspender.why_not()})
+                changes["no_suspender"] = self.suspender.why_not()
+            spec = spec.model_copy(update=changes)
             try:
                 worker = await self._spawn(spec)
             except OSError as error:
@@ -264,6 +270,9 @@ class ProcessLauncher:
             await asyncio.to_thread(self.scratches.look, known)  # reads large files of /proc
             await asyncio.sleep(_LOOK_SECONDS)
 
+    def _kinds(self) -> Iterator[str]:
+        return (worker.spec.kind for worker in tuple(self._workers.values()))
+
     def _quiet(self) -> bool:
         return not self._spawning.locked() and not any(
             worker.starts for worker in self._workers.values()
@@ -281,6 +290,7 @@ class ProcessLauncher:
         if worker.expected or worker.handle is None:  # its caller is told
             return
         self._ended.append(worker)
+        self.metrics.worker_exits.labels(worker.spec.kind).inc()
         exit_ = _exit_of(worker)
         self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=exit_.reason)
         self._watchers.tell(exit_)

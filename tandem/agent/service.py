@@ -190,6 +190,7 @@ async def serving(
     await launcher.groups.end_earlier()
     await asyncio.to_thread(launcher.scratches.remove_all)
     launcher.look_after_scratch()
+    launcher.metrics_port = launcher.metrics.serve_agent(listening.address if listening else "")
     server = grpc.aio.server(options=_OPTIONS, interceptors=[EpochInterceptor()])
     agent_pb2_grpc.add_AgentServicer_to_server(AgentServicer(launcher), server)
     _listen_here(server, data_dir)

@@ -37,10 +37,16 @@ class MetricsServer:
         self._deadline = deadline
         self._open: dict[asyncio.StreamWriter, None] = {}  # oldest first
 
-    def serve_metrics(self, *, port: int) -> int:
-        """Serve from a thread. Returns the port, a free one for port 0. Raises `OSError`."""
+    def serve_metrics(self, *, port: int, or_any: bool = False) -> int:
+        """Serve from a thread. Returns the port: a free one for port 0, and if `or_any`, for a port
+        in use. Raises `OSError`."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        listening = socket.create_server((self._host, port), family=family, backlog=128)
+        try:
+            listening = socket.create_server((self._host, port), family=family, backlog=128)
+        except OSError:
+            if not or_any:
+                raise
+            listening = socket.create_server((self._host, 0), family=family, backlog=128)
         thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(listening)), name="metrics", daemon=True
         )

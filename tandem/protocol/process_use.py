@@ -182,11 +182,13 @@ class UseMeter:
 
 
 class UseThread:
-    """Measures in a thread, once `begin` was called. `text` is for the heartbeat, at first ""."""
+    """Measures in a thread, once `begin` was called: the newest `use`, and its `text` for the
+    heartbeat, at first ""."""
 
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = devices
         self._began = False
+        self.use = ProcessUse()
         self.text = ""
 
     def begin(self) -> None:
@@ -199,7 +201,7 @@ class UseThread:
         while True:
             time.sleep(_LOOK_SECONDS)
             meter.measure()
-            self.text = meter.use.to_text()
+            self.use, self.text = meter.use, meter.use.to_text()
 
 
 def _nvml(devices: Sequence[str]) -> Any:

@@ -19,6 +19,7 @@ from tandem.protocol.channels import server_credentials
 from tandem.protocol.epoch import EpochInterceptor, ending
 from tandem.protocol.metrics_server import MetricsServer
 from tandem.protocol.process_use import USE_METADATA_KEY, UseThread
+from tandem.protocol.use_metrics import UseCollector
 from tandem.protocol.worker import (
     GRPC_OPTIONS,
     MOST_REQUEST_BYTES,
@@ -61,6 +62,7 @@ class WorkerServer:
     async def listen(self, registry: CollectorRegistry) -> WorkerReport:
         """Serve, with the health NOT_SERVING, and serve metrics on another port."""
         spec = self._spec
+        registry.register(UseCollector(lambda: self._use.use))
         await self.set_serving(False)
         host = f"[{spec.host}]" if ":" in spec.host else spec.host
         address = f"{host}:{spec.port}"
@@ -74,7 +76,7 @@ class WorkerServer:
         return WorkerReport(
             address=f"{host}:{port}",
             metrics_port=MetricsServer(registry, host=spec.host).serve_metrics(
-                port=spec.metrics_port
+                port=spec.metrics_port, or_any=True
             ),
         )
 

@@ -1,5 +1,5 @@
-"""The workers' metrics addresses, for Prometheus' HTTP service discovery. Workers change with
-sessions, so a static list would soon be wrong."""
+"""The metrics addresses of agents and workers, for Prometheus' HTTP service discovery. Workers
+change with sessions, so a static list would soon be wrong."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TargetGroup(Answer):
     """`targets` are addresses, HOST:PORT, that answer GET /metrics. The labels are `worker`,
     `kind`, `__meta_tandem_session_id` and `__meta_tandem_run_id`. Prometheus drops `__meta_` labels
     by default. A worker's name contains its kind and session id, so metrics reveal session ids but
-    not their owners."""
+    not their owners. An agent has only the label `kind`."""
 
     targets: list[str]
     labels: dict[str, str]
@@ -23,12 +23,17 @@ class TargetGroup(Answer):
 
 @router.operation("GET", "/metrics/targets", role="metrics")
 async def metrics_targets(access: AccessDep) -> list[TargetGroup]:
-    """Return the addresses of the workers' metrics in Prometheus' HTTP service discovery format.
-    The gateway's own are at /metrics."""
+    """Return the metrics addresses of agents and workers in Prometheus' HTTP service discovery
+    format. The gateway's own are at /metrics."""
+    processes = access.gateway.processes
+    agents = {launcher.metrics_address for launcher in processes.launchers.values()} - {""}
     return [
-        _target(record.worker)
-        for record in access.gateway.processes.list_records()
-        if record.worker is not None
+        *(TargetGroup(targets=[agent], labels={"kind": "agent"}) for agent in sorted(agents)),
+        *(
+            _target(record.worker)
+            for record in processes.list_records()
+            if record.worker is not None
+        ),
     ]
 
 

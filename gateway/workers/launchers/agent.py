@@ -19,6 +19,7 @@ from gateway.workers.epoch import Epoch
 from gateway.workers.needs import with_needs
 from tandem.agent.address import agent_address, socket_path
 from tandem.agent.host import Accelerator, Host
+from tandem.agent.metrics import local_metrics_address, metrics_address_of
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
@@ -79,6 +80,12 @@ class AgentLauncher:
     @property
     def name(self) -> str:
         return f"agent at {self.address}" if self.address else "agent"
+
+    @property
+    def metrics_address(self) -> str:
+        if self.address:
+            return metrics_address_of(self.address)
+        return local_metrics_address(self.data_dir)
 
     @property
     def reports(self) -> bool:

@@ -23,6 +23,11 @@ class Launcher(Protocol):
         ...
 
     @property
+    def metrics_address(self) -> str:
+        """HOST:PORT of the metrics of the program that starts the workers, or ""."""
+        ...
+
+    @property
     def reports(self) -> bool:
         """Whether exits would be reported now."""
         ...

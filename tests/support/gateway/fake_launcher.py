@@ -138,6 +138,8 @@ class FakeLauncher:
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:
         self.suspended.append(("resume", worker_id, lease))
 
+    metrics_address = ""
+
     @property
     def reports(self) -> bool:
         return True

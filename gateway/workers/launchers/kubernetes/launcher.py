@@ -97,6 +97,8 @@ class KubernetesLauncher:
     def name(self) -> str:
         return "cluster"
 
+    metrics_address = ""  # Prometheus finds pods by their labels
+
     @property
     def reports(self) -> bool:
         return self._reconciler.current and not self._api.trouble
