@@ -181,7 +181,7 @@ class Dispatcher:
         if (call := self._under_way.get(seq_id)) is not None:
             before = sum(other < seq_id for other in self._under_way)
             if before == 0 or call.released or call.waiting_for != TRAINER_AT_WORK:
-                return Waiting(call.describe())
+                return Waiting(call.describe(), paused=call.is_paused())
         elif self._gap_since is not None:
             return Waiting(
                 f"operation {self._next}, which comes before, has not arrived "

@@ -259,6 +259,7 @@ class Progress:
 @dataclass(eq=False)
 class Call:
     """An operation at its turn. `waiting_for`, or `explain()`, is the client's reason for waiting.
+    `is_paused()`: nothing moves until something has started.
     `progress` is the trainer's last report. `wake` is set when the next operation may go.
     `gradients_incomplete` reports a refused forward_backward. `begun` is done when earlier calls
     are answered."""
@@ -272,6 +273,7 @@ class Call:
     released: bool = False
     waiting_for: str = "it is being prepared"
     explain: Callable[[], str] | None = None
+    is_paused: Callable[[], bool] = lambda: False
     progress: Progress | None = None
     begun: asyncio.Future[None] = field(default_factory=asyncio.Future)
 

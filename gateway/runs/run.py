@@ -131,5 +131,6 @@ class Run(HostedRun):
     def describe(self, seq_id: int) -> Waiting:
         waiting = self.dispatcher.describe(seq_id)
         if trouble := self.trouble:
-            return Waiting(f"{trouble}; {waiting.reason}", paused=True)
+            first = seq_id == 0  # it only waits for the trainer
+            return Waiting(trouble if first else f"{trouble}; {waiting.reason}", paused=True)
         return waiting

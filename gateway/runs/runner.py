@@ -217,6 +217,7 @@ class OperationRunner:
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
+            call.is_paused = lambda: not sampler.serves
             run.timeline.engines.update(engine.key for engine in sampler.engines)
             try:
                 with run.timeline.during("load"):

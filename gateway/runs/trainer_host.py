@@ -134,7 +134,8 @@ class TrainerHost:
         """Return why it waits for its place, its devices or its start, or ""."""
         row = self.row
         if row is not None and row.state == "starting" and (why := self.adapter.explain(row)):
-            return f"the trainer is starting: {why}"
+            age = self.supervisor.roster.clock() - row.since
+            return f"the trainer is starting ({age:.0f} s): {why}"
         return reason_of_wait(self.supervisor.overview(), self.key)
 
     async def place(self, request: WorkerRequest, run_id: str) -> None:

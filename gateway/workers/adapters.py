@@ -160,7 +160,7 @@ class WorkerAdapter(Generic[Owner]):
 
     def explain(self, row: WorkerRow) -> str:
         """Return the reason for the wait for a start or an end, or ""."""
-        return self._processes.launcher_of(row.process).explain(row.process)
+        return self._processes.explain(row.process)
 
     async def find(self, row: WorkerRow, group: WorkerGroup) -> Found:
         """Take up a process of an earlier gateway, with the row's token. Return its state after it

@@ -157,6 +157,7 @@ class Processes:
         self._may_run.add(spec.worker_id)
         try:
             handle = await launcher.start(spec)
+            record.phase = "it loads the model"
             await _until_serving(record, handle, timeout=spec.start_timeout)
         except BaseException:
             self._records.pop(spec.worker_id, None)
@@ -224,6 +225,14 @@ class Processes:
         if record is not None and record.worker is worker:
             self._log.error("worker_given_up", worker_id=worker.worker_id, reason=reason)
             self._reports.note_failure(record.key, worker.worker_id, reason)
+
+    def explain(self, process: str) -> str:
+        """Return the launcher's reason for the wait for a start or an end, or the phase of a start,
+        or ""."""
+        if reason := self.launcher_of(process).explain(process):
+            return reason
+        record = self._records.get(process)
+        return record.phase if record is not None and record.worker is None else ""
 
     def launcher_of(self, process: str) -> Launcher:
         return self.launchers[cast(WorkerKind, process.partition("-")[0])]

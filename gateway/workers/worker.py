@@ -93,8 +93,8 @@ class Worker:
 class WorkerRecord:
     """The gateway's record of a starting or serving worker.
 
-    `key` names its row. `worker` is set when ready, `version` by the first heartbeat. `ended` has
-    an earlier end."""
+    `key` names its row. `phase` describes its start. `worker` is set when ready, `version` by the
+    first heartbeat. `ended` has an earlier end."""
 
     worker_id: str
     kind: WorkerKind
@@ -105,6 +105,7 @@ class WorkerRecord:
     ended: asyncio.Future[WorkerExit] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
+    phase: str = "its process starts"
     worker: Worker | None = None
     version: str = ""
 

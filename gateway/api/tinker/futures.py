@@ -22,7 +22,8 @@ from tandem.errors import InvalidRequest, TandemError, UnknownRequest, UnknownSa
 WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 
 LONG_POLL = 30.0
-"""Most seconds that a request waits for its result."""
+"""Most seconds that a request waits for its result. One that waits for a place or a start is
+answered within 2 s, and when the reason changes (`FutureTable.wait_for_news`)."""
 
 INLINE_BYTES = 2**20
 """The largest result sent at once to a client that prefers the size first. Its limit of 50 MiB has
@@ -189,7 +190,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
     await access.request(request_id)
     future = gateway.futures.get(request_id)
     if future is not None:
-        outcome = await gateway.futures.wait(future, timeout=LONG_POLL)
+        outcome = await gateway.futures.wait_for_news(future, timeout=LONG_POLL)
         if outcome is None:
             return _try_again(future)
         size = outcome.size if isinstance(outcome, Result) else 0

@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import re
 import shutil
 import time
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +29,9 @@ from tandem.telemetry import get_log
 Media = Literal["json", "protobuf"]
 Source = Literal["operation", "sample"]
 
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the reason of a request that waits."""
+_MOST_WATCHED = 16
 FETCHED_GRACE = 30.0
 """Seconds for which a fetched result can be fetched again."""
 _SMALL = 2**10
@@ -66,12 +70,17 @@ class Waiting:
     reason: str
     paused: bool = False
 
+    @property
+    def phase(self) -> str:
+        """The first clause without its numbers, which change while nothing moves."""
+        return re.sub(r"[\d.,]+", "", self.reason.partition(";")[0])
+
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class Future:
     """The outcome of one request, now or later. `describe` returns the reason for waiting.
     `digest` tells two samples with one request_id apart. The table drops it at `dropped_at`, on the
-    monotonic clock."""
+    monotonic clock. `told` is the last phase of a pause that its client was told early."""
 
     request_id: str
     source: Source
@@ -82,6 +91,7 @@ class Future:
     fetched_at: float | None = None
     dropped_at: float = math.inf
     outcome: Outcome | None = None
+    told: str = ""
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     @property
@@ -116,6 +126,8 @@ class FutureTable:
         self._futures: dict[str, Future] = {}
         self.closing = False
         self._long_polls: set[asyncio.Future[None]] = set()
+        self._watched: Counter[str] = Counter()
+        """By owner, the long polls in `wait_for_news`."""
         # Ended futures by owner, oldest first:
         self._large: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._bytes: defaultdict[str, int] = defaultdict(int)
@@ -173,6 +185,29 @@ class FutureTable:
         if not future.ended:
             await self.wait_until(future.done, timeout=timeout)
         return future.outcome
+
+    async def wait_for_news(self, future: Future, *, timeout: float) -> Outcome | None:
+        """Do as `wait`, but return None early if a pause begins or comes to another phase.
+
+        Only a few requests of an owner are looked at, because the SDK tells its user once."""
+        ends, owner = time.monotonic() + timeout, future.owner
+        self._watched[owner] += 1
+        try:
+            while not future.ended and not self.closing and (left := ends - time.monotonic()) > 0:
+                if self._watched[owner] > _MOST_WATCHED:
+                    return await self.wait(future, timeout=left)
+                await self.wait_until(future.done, timeout=min(left, LOOK_SECONDS))
+                if future.ended or self.closing:
+                    break
+                waiting = future.describe()
+                if waiting.paused and waiting.phase != future.told:
+                    future.told = waiting.phase
+                    break
+            return future.outcome
+        finally:
+            self._watched[owner] -= 1
+            if not self._watched[owner]:
+                del self._watched[owner]
 
     async def wait_until(self, done: asyncio.Future[None], *, timeout: float) -> None:
         """Wait for `done`, for `timeout` seconds, or until shutdown."""

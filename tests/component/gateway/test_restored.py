@@ -93,7 +93,7 @@ def test_a_client_is_told_what_is_restored(start):
         (status,) = run.client.get("/api/tandem/v1/status").json()["runs"]
         assert "it is started again" in status["reason"]
         gate.launcher.waits_for = "its pod is not scheduled: 2 Insufficient memory"
-        wait_until(lambda: "the trainer is starting: its pod is not scheduled" in reason())
+        wait_until(lambda: "s): its pod is not scheduled" in reason())
         released.set()
         gate.run(gate.launcher.start_gate.set)
         run.outcome(3)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import threading
 
 import httpx
 import numpy as np
 import pytest
 import tinker
 from tinker import types
+from tinker.lib import queue_state_logger
 from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
 from gateway.storage.futures.completion_feed import CLIENT_BLOCK
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.requests import asample, finish, new_sampler
 from tests.support.gateway.running import KEY, make_model, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 TOKENS = [1, 2, 3]
 PROMPT = types.ModelInput.from_ints(TOKENS)
@@ -374,15 +376,52 @@ def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
         assert all(gate.retrieve(i).is_success for i in ids)
 
 
-def test_the_sdk_tells_its_user_why_it_waits(tmp_path, caplog):
-    with running_gateway(tmp_path, session_ttl=600) as gate, gate.service() as service:
+def test_the_sdk_tells_its_user_soon_why_it_waits(tmp_path, caplog, monkeypatch):
+    """No long poll ends within this test, so only early answers have a reason. The SDK prints why
+    samples wait at once. It keeps the reasons of runs to itself for 15 minutes."""
+    monkeypatch.setattr(queue_state_logger, "PAUSE_GRACE_PERIOD", 0)
+    settings = {"session_ttl": 600, "long_poll": 10 * PATIENCE}
+    with running_gateway(tmp_path, **settings) as gate, gate.service() as service:
         gate.run(gate.launcher.start_gate.clear)
         with caplog.at_level(logging.WARNING, logger="tinker"):
+            creation = service.create_lora_training_client("tiny:full")
+            wait_until(lambda: "the trainer is starting (" in caplog.text)
+            assert "s): its process starts" in caplog.text
             sampling = service.create_sampling_client(base_model="tiny").result()
             future = sampling.sample(PROMPT, 1, PARAMS)
-            wait_until(lambda: "the sampler is starting" in caplog.text)
+            wait_until(lambda: "Reason: the sampler is starting (" in caplog.text)
         gate.run(gate.launcher.start_gate.set)
-        assert future.result().sequences
+        assert future.result().sequences and creation.result().model_id
+
+
+def test_a_pause_is_told_early_once_for_each_of_its_phases(tmp_path):
+    with (
+        running_gateway(tmp_path, session_ttl=600, long_poll=10 * PATIENCE) as gate,
+        gate.http() as client,
+    ):
+        gate.run(gate.launcher.start_gate.clear)
+        request_id = asample(client, new_sampler(gate), 0).json()["request_id"]
+        reasons: list[str] = []
+
+        def ask() -> None:
+            while True:
+                answer = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                if answer.status_code == 200:
+                    return reasons.append("a result")
+                reasons.append(answer.json()["queue_state_reason"])
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        wait_until(lambda: len(reasons) == 1)
+        gate.launcher.waits_for = "its pod is not scheduled: 2 Insufficient memory"
+        wait_until(lambda: len(reasons) == 2)
+        gate.run(gate.launcher.start_gate.set)
+        asking.join(PATIENCE)
+        assert [reason.partition("): ")[2].partition(";")[0] for reason in reasons[:2]] == [
+            "its process starts",
+            "its pod is not scheduled: 2 Insufficient memory",
+        ]
+        assert reasons[2:] == ["a result"]
 
 
 def test_a_large_result_is_announced_by_its_size_first(gate, sampling):
