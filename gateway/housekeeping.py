@@ -83,9 +83,11 @@ class Housekeeping:
             await asyncio.sleep(interval)
 
     async def _do_round(self) -> None:
-        """End silent sessions, drop fetched and old results, expire checkpoints, end idle sampling
-        sessions, and remove unused files of names lost since the last round."""
+        """End runs at their deadlines and silent sessions, drop fetched and old results, expire
+        checkpoints, end idle sampling sessions, and remove unused files of names lost since the
+        last round."""
         gateway = self._gateway
+        gateway.runs.end_due()
         await asyncio.gather(
             *(
                 gateway.end_session(

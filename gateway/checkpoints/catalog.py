@@ -253,6 +253,23 @@ class CheckpointCatalog:
         await self.database.write_together(*_release(_is(checkpoint)), durable=True)
         self.mark(checkpoint.path.run_id)
 
+    async def release_states(self, run_id: str, *, keep: int) -> None:
+        """Delete the checkpoints of the kind `weights` of a run, without the newest `keep`, public
+        ones and files in use."""
+        table = checkpoints.c
+        rows = await self.database.read(
+            select(checkpoints)
+            .where(table.run_id == run_id, table.kind == "weights", not_expired())
+            .order_by(table.created_at.desc(), table.path.desc())
+            .offset(keep)
+        )
+        if self.pins.is_resolving(run_id):  # somebody loads one of them
+            return
+        used = self.pins.folders()
+        for old in map(checkpoint_of, rows):
+            if not old.public and old.folder not in used:
+                await self.delete(old)
+
     async def expire(self) -> None:
         now, seen = time.time(), checkpoints.c.expired_at
         expired = checkpoints.c.expires_at <= now

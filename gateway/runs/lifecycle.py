@@ -68,7 +68,8 @@ class RunLifecycle:
         run.ending = ending if decided is None else Ending(decided.error, discard=True)
         self._journal.database.write_soon(decision(run, run.ending))
         self._log.info("run_ending", run_id=run.id, type=ending.error.type, discard=ending.discard)
-        if run.creation is not None and not run.creation.future.ended:
+        unfinished = run.creation is not None and not run.creation.future.ended
+        if run.life is None or unfinished:  # there is nothing to save
             self.abort(run, run.ending.error)
         else:
             self._carry_out_end(run)

@@ -27,7 +27,7 @@ from gateway.runs.operations import Kind, LoadWeights, Operation
 from gateway.runs.record.identity import identity_of
 from gateway.runs.recovery.replay_log import recovery_of
 from gateway.runs.recovery.resumption import RunResumption
-from gateway.runs.run import Run
+from gateway.runs.run import Ending, Run
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.data_directory import relative_path
@@ -37,6 +37,7 @@ from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import read_ahead
 from gateway.workers.run_options import RunOptions, options_of
 from tandem.errors import (
+    DeadlineExceeded,
     GatewayRestarted,
     InternalError,
     InvalidRequest,
@@ -132,8 +133,22 @@ class RunRegistry:
         ended = await self._resumption.resume_run(run, row)
         last = (await self.tools.records.last_steps([run.id])).get(run.id)
         ago = time.time() - (last.at if last is not None else row["created_at"])
+        run.deadline = run.options.deadline_at(row["created_at"])
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=ended, ago=max(0.0, ago))
+        self._end_if_due(run)
+
+    def end_due(self) -> None:
+        """Begin the ends of the runs with a passed deadline."""
+        for run in self.all():
+            self._end_if_due(run)
+
+    def _end_if_due(self, run: Run) -> None:
+        if run.deadline is not None and time.time() >= run.deadline and run.why_over is None:
+            error = DeadlineExceeded(
+                f"the run has reached its tandem.deadline ({run.options.deadline})"
+            )
+            self.lifecycle.end_as_planned(run, Ending(error))
 
     def all(self) -> list[Run]:
         return list(self._runs.values())
@@ -200,6 +215,12 @@ class RunRegistry:
                 options=options,
                 dispatcher=Dispatcher(end=self._journal.end),
             )
+            created_at = time.time()
+            run.deadline = options.deadline_at(created_at)
+            if run.deadline is not None and run.deadline <= created_at:
+                raise InvalidRequest(
+                    f"tandem.deadline is {options.deadline}, which has passed; choose a later one"
+                )
             host = self.hosts.for_new(run)
             self._runs[run_id] = run
             creation = Operation(
@@ -223,7 +244,7 @@ class RunRegistry:
                 "state": "active",
                 **vars(identity),
                 "user_metadata": others,
-                "created_at": time.time(),
+                "created_at": created_at,
             }
             try:
                 await self._journal.accept_creation(creation, run=insert(runs).values(row))

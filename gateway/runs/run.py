@@ -38,7 +38,7 @@ class Run(HostedRun):
     shared. `log` is None without recovery.
 
     `ending` is the decision to end the run, and `end_asked` is set with it. `finishing` is the task
-    that carries it out. `last_save` is the save of an earlier gateway's decision.
+    that carries it out. `last_save` is its save. `deadline` is in seconds since 1970.
 
     `restoring` describes a restoration of the trainer in progress, or is "". `restored` counts
     them. `snapshot_asked` is the folder of a snapshot that is being written, or "". `no_snapshot`
@@ -59,6 +59,7 @@ class Run(HostedRun):
     stopping: asyncio.Task[None] | None = None
     ending: Ending | None = None
     end_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    deadline: float | None = None
     finishing: asyncio.Task[None] | None = None
     last_save: Operation | None = None
     restoring: str = ""

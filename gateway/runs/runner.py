@@ -41,7 +41,15 @@ from gateway.sampling.sampler import Sampler
 from gateway.storage.futures.table import Outcome, Result
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.model_sizes import read_ahead
-from tandem.errors import LoadFailed, NameTaken, SequenceGap, TandemError, UnknownModel, describe
+from tandem.errors import (
+    LoadFailed,
+    NameTaken,
+    SequenceGap,
+    StorageFailed,
+    TandemError,
+    UnknownModel,
+    describe,
+)
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
@@ -152,7 +160,15 @@ class OperationRunner:
                         bytes=reply.bytes,
                     )
                 )
+            if run.options.keep_states:
+                await self._release_old_states(run.options.keep_states)
         return json_result(type="save_weights", path=str(path))
+
+    async def _release_old_states(self, keep: int) -> None:
+        try:
+            await self._checkpoints.release_states(self._run.id, keep=keep)
+        except StorageFailed as error:  # the next save repeats it
+            self._log.warning("old_states_not_released", reason=error.message)
 
     async def _load(self, call: Call, body: LoadWeights) -> Outcome:
         run = self._run

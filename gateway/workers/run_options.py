@@ -7,6 +7,7 @@ when the run is created."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
@@ -21,6 +22,8 @@ from tandem.settings.workers import TrainerSettings
 
 _PREFIX = "tandem."
 _LONGEST_START = 3600.0
+_LONGEST_DEADLINE = 10 * 366 * 86_400.0
+"""Seconds: ten years."""
 _COMPILING = 600.0
 """Seconds that a first compilation adds to a start: minutes on a busy machine."""
 _READ_ELSEWHERE = ("recovery",)
@@ -39,6 +42,20 @@ def _samples(value: object) -> bool:
     raise ValueError
 
 
+def _deadline(value: object) -> str:
+    """Check seconds, or a moment with its time zone. "" is none."""
+    text = str(value)
+    try:
+        seconds = float(text)
+    except ValueError:
+        if text and datetime.fromisoformat(text).tzinfo is None:
+            raise
+        return text
+    if not 0 < seconds <= _LONGEST_DEADLINE:
+        raise ValueError
+    return text
+
+
 _Size = Annotated[
     ByteSize, Field(le=2**60, description="a number of bytes, such as 17179869184 or 16GiB")
 ]
@@ -51,9 +68,9 @@ class RunOptions(BaseModel):
     `sampler_ranks` devices. `shards` of the `ranks` hold one copy of the model. None means the
     ranks of a node, until it is settled. Of the shards, `tensor_parallel` ranks divide the matrices
     and compute the same datums. `share` says when a LoRA run shares a trainer and its engines.
-    Without a group, all groups are allowed. The sizes are bytes on each device and on the host. 0
-    means that they are computed. A description names the allowed values,
-    for errors."""
+    Without a group, all groups are allowed. The run ends at its `deadline`. Of its saved
+    states, the newest `keep_states` stay, 0 for all. The sizes are bytes on each device and on the
+    host. 0 means that they are computed. A description names the allowed values, for errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -82,6 +99,21 @@ class RunOptions(BaseModel):
     replicas: Annotated[int, _between(1, 64)] = 1
     sampler_ranks: Annotated[int, _between(1, 64)] = 1
     priority: Annotated[int, _between(-10, 10)] = 0
+    deadline: Annotated[str, BeforeValidator(_deadline)] = Field(
+        "",
+        description="a number of seconds above 0 from the run's creation, or a moment with its "
+        "time zone, such as 2026-12-24T18:00:00Z",
+    )
+    keep_states: Annotated[int, _between(0, 10_000)] = 0
+
+    def deadline_at(self, created_at: float) -> float | None:
+        """Return the deadline of a run in seconds since 1970, None for no deadline."""
+        if not self.deadline:
+            return None
+        try:
+            return created_at + float(self.deadline)
+        except ValueError:
+            return datetime.fromisoformat(self.deadline).timestamp()
 
     def trainer_settings(self, settings: GatewaySettings) -> TrainerSettings:
         """Return the settings of the run's trainer."""

@@ -278,3 +278,71 @@ def test_the_body_takes_only_a_flag(start):
         for wrong in ("yes", 1, None):
             answer = run.client.post(f"{OWN}/runs/{run.id}/stop", json={"discard": wrong})
             assert answer.status_code == 400
+
+
+def test_a_run_ends_at_its_deadline_with_a_checkpoint(start):
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        gate.run(lambda: setattr(run_of(run), "deadline", time.time()))
+        row = wait_until(lambda: ended(gate, run.id))
+        assert row["reason"].startswith("the run has reached its tandem.deadline")
+        assert f"tinker://{run.id}/weights/stopped-1" in row["reason"]
+        run.step(3)
+        assert run.outcome(3).json()["type"] == "deadline_exceeded"
+
+
+def test_a_deadline_that_passes_while_no_gateway_runs_counts_at_the_next_start(start):
+    with start() as gate:
+        run_id = gate.run_id(gate.session_id(), deadline="2")
+        run = Run(gate, run_id, "", gate.trainer_of(run_id), gate.http())
+        train(run, 1)
+        deadline = run_of(run).deadline
+        assert deadline is not None
+    wait_until(lambda: time.time() > deadline)
+    with start() as gate:
+        row = wait_until(lambda: ended(gate, run_id))
+        assert f"tinker://{run_id}/weights/stopped-1" in row["reason"]
+
+
+def test_a_deadline_in_the_past_is_refused(start):
+    with start() as gate:
+        body = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny:full"}
+        body["user_metadata"] = {"tandem.deadline": "2020-01-01T00:00:00Z"}
+        answer = gate.http().post("/api/v1/create_model", json=body)
+        assert answer.status_code == 400
+        assert "which has passed; choose a later one" in answer.json()["error"]
+
+
+def ended(gate, run_id: str) -> dict | None:
+    row = _row(gate.http(), run_id)
+    return row if row["state"] == "ended" else None
+
+
+def test_only_the_newest_states_of_a_run_are_kept(start):
+    with start() as gate:
+        run_id = gate.run_id(gate.session_id(), keep_states="2")
+        run = Run(gate, run_id, "", gate.trainer_of(run_id), gate.http())
+        train(run, 1)
+        public = save(run, 3, "public")
+        path = f"/api/v1/training_runs/{run_id}/checkpoints/weights/public/publish"
+        assert run.client.post(path).status_code == 204
+        loaded = save(run, 4, "loaded")
+        checkpoints = gate.gateway.checkpoints
+        reading = checkpoints.reading(loaded, readers=None)
+        gate.run(reading.__aenter__())
+        for seq_id, name in enumerate(("a", "b", "c", "d"), start=5):
+            save(run, seq_id, name)
+        wanted = {public, loaded, *(f"tinker://{run_id}/weights/{name}" for name in "cd")}
+        assert _states(run) == wanted
+        gate.run(reading.__aexit__(None, None, None))
+        stop(run)
+        assert _states(run) == {
+            public,
+            *(f"tinker://{run_id}/weights/{n}" for n in ("d", "stopped-1")),
+        }
+
+
+def _states(run: Run) -> set[str]:
+    found = run.client.get(f"/api/v1/training_runs/{run.id}/checkpoints").json()["checkpoints"]
+    return {checkpoint["tinker_path"] for checkpoint in found}

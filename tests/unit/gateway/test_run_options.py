@@ -94,8 +94,11 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.start_timeout": "600",
             "tandem.priority": "-3",
             "tandem.recovery": "off",
+            "tandem.deadline": "3600",
+            "tandem.keep_states": "2",
         }
     )
+    assert (options.deadline_at(10.0), options.keep_states) == (3610.0, 2)
     assert (options.memory, options.host_memory, options.sampler_host_memory) == (
         2**34,
         1024,
@@ -113,6 +116,12 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert trainer.operation_timeout == 9
     assert (trainer.ranks, trainer.dtype, trainer.threads) == (2, "bfloat16", 3)
     assert trainer.memory_bytes == 2**34
+
+
+def test_a_deadline_is_a_moment_or_seconds_from_the_creation():
+    assert asked().deadline_at(10.0) is None
+    for written in ("1970-01-01T01:00:00Z", "1970-01-01T02:00:00+01:00", "3590"):
+        assert asked({"tandem.deadline": written}).deadline_at(10.0) == 3600.0
 
 
 def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_settings():
@@ -139,6 +148,12 @@ def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_
         ("memory", "2000000TiB", "a number of bytes"),
         ("start_timeout", "86400", "seconds, 3600 at most"),
         ("priority", "11", "a whole number from -10 to 10"),
+        ("keep_states", "-1", "a whole number from 0 to 10000"),
+        ("deadline", "0", "a number of seconds above 0"),
+        ("deadline", "nan", "a number of seconds above 0"),
+        ("deadline", "1e10", "a number of seconds above 0"),
+        ("deadline", "tomorrow", "a number of seconds above 0"),
+        ("deadline", "2026-12-24T18:00:00", "a number of seconds above 0"),
     ],
 )
 def test_a_wrong_value_is_refused_with_its_name_and_what_is_allowed(name, value, allowed):
