@@ -201,7 +201,7 @@ class Gateway:
         self.downloads = DownloadSigner(
             key=signing_key, checkpoints=self.checkpoints, versions=self.versions
         )
-        self.worker_use = WorkerUseMeter(database=database, clock=time.time)
+        self.worker_use = WorkerUseMeter(database=database, metrics=metrics, clock=time.time)
         self.run_resources = RunResourceReader(database=database)
         self.processes = Processes(
             settings=settings,

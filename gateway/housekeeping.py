@@ -4,6 +4,7 @@ history, search for new base models, and a measurement of the event loop."""
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,7 @@ _HOUSEKEEPING_INTERVAL = 30.0
 _LAG_INTERVAL = 0.25
 _RETENTION_INTERVAL = 600.0
 _MODELS_INTERVAL = 10.0
+_DISK_INTERVAL = 10.0
 
 LOG_MAX_BYTES = 64 * 2**20
 """Larger logs are rotated into LOG.1, LOG.2 and LOG.3."""
@@ -44,7 +46,9 @@ class Housekeeping:
         rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
         models = self._repeat(gateway.models.discover_models, interval=_MODELS_INTERVAL)
+        disk = self._repeat(self._measure_disk, interval=_DISK_INTERVAL)
         tasks = [
+            asyncio.create_task(disk, name="free-disk"),
             asyncio.create_task(rounds, name="housekeeping"),
             asyncio.create_task(removals, name="retention"),
             asyncio.create_task(models, name="models-directory"),
@@ -64,6 +68,11 @@ class Housekeeping:
             await asyncio.sleep(_LAG_INTERVAL)
             self._gateway.sessions.note_running()
             self._gateway.metrics.event_loop_lag.observe(max(0.0, loop.time() - due))
+
+    async def _measure_disk(self) -> None:
+        folder = self._gateway.settings.data_dir
+        usage = await asyncio.to_thread(shutil.disk_usage, folder)  # a lost server blocks it
+        self._gateway.metrics.free_disk.set(usage.free)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
         failing = False

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Seconds."""
+_STEPS = (0, 1, 2, 3, 5, 8, 16, 32, 64)
+_NATS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 GROUP_GAUGES = {
     "lease_holders": "Workers that have the devices of a group, or move on to them or off them.",
@@ -39,6 +42,7 @@ class _GroupGauges(Collector):
 class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.requests = self._counter("requests", "HTTP requests answered.", "route", "status")
         self.request_seconds = self._histogram(
             "request_seconds",
@@ -61,6 +65,11 @@ class Metrics:
         self.restorations = self._counter(
             "trainer_restorations", "Trainers that died, by whether they were restored.", "outcome"
         )
+        # An alert notices only the rise of a counter that was there before.
+        for kind in ("trainer", "sampler"):
+            self.worker_exits.labels(kind)
+        for outcome in ("taken_up", "restored", "given_up"):
+            self.restorations.labels(outcome)
         self.snapshots = self._counter("snapshots", "Snapshots that were asked for.", "outcome")
         self.telemetry_events = self._counter(
             "telemetry_events", "Telemetry events that clients sent; they are not stored."
@@ -87,6 +96,30 @@ class Metrics:
             "Bytes written of published weight versions: of deltas, what changed.",
         )
 
+        self.steps = self._counter("steps", "Optimizer steps of all runs.")
+        self.step_seconds = self._counter(
+            "step_seconds", "Wall time of optimizer steps, by where it went.", "share"
+        )
+        self.staleness = self._histogram(
+            "staleness_steps",
+            "How many steps a step's samples were behind the trainer, on average.",
+            buckets=_STEPS,
+        )
+        self.logprob_gap = self._histogram(
+            "logprob_gap",
+            "Distance of the sampler's logprobs from the trainer's: a step's mean and maximum.",
+            "statistic",
+            buckets=_NATS,
+        )
+        self.worker_seconds = self._counter(
+            "worker_seconds", "Seconds that workers waited, started and ran.", "kind", "state"
+        )
+        self.free_disk = Gauge(
+            "tandem_gateway_free_disk_bytes",
+            "Free bytes of the data directory's disk.",
+            registry=self.registry,
+        )
+
         self.lease_wait_seconds = self._histogram(
             "lease_wait_seconds", "Time that a worker waited for its devices.", "group"
         )
@@ -107,6 +140,20 @@ class Metrics:
             "sleeps_refused", "Times that a worker stayed awake for lack of room.", "group"
         )
 
+    def note_step(self, numbers: Mapping[str, float]) -> None:
+        """Count an optimizer step by its numbers, such as `seconds/queue` and `gap_mean`."""
+        self.steps.inc()
+        known = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for name, value in known.items():
+            kind, _, share = name.partition("/")
+            if kind == "seconds" and share != "step":
+                self.step_seconds.labels(share).inc(value)
+        if "staleness" in known:
+            self.staleness.observe(known["staleness"])
+        for statistic in ("mean", "max"):
+            if (gap := known.get(f"gap_{statistic}")) is not None:
+                self.logprob_gap.labels(statistic).observe(gap)
+
     def watch_groups(self, values: GroupValues) -> None:
         """Compute the `GROUP_GAUGES` of all groups at each scrape."""
         self.registry.register(_GroupGauges(values))
@@ -119,7 +166,9 @@ class Metrics:
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(f"tandem_gateway_{name}_total", help_text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, help_text: str, *labels: str) -> Histogram:
+    def _histogram(
+        self, name: str, help_text: str, *labels: str, buckets: Sequence[float] = _BUCKETS
+    ) -> Histogram:
         return Histogram(
-            f"tandem_gateway_{name}", help_text, labels, buckets=_BUCKETS, registry=self.registry
+            f"tandem_gateway_{name}", help_text, labels, buckets=buckets, registry=self.registry
         )

@@ -123,6 +123,8 @@ class OperationRunner:
             accepted_at=call.operation.future.accepted_at,
             policy="kl_mean" in reply.batch_metrics,
         )
+        numbers = {**reply.batch_metrics, **reply.metrics, **numbers}
+        self._tools.metrics.note_step(numbers)
         self._tools.records.record_step(
             TrainingStep(
                 run_id=self._run.id,
@@ -132,7 +134,7 @@ class OperationRunner:
                 seconds=reply.batch_seconds + reply.seconds,
                 tokens=reply.batch_tokens,
                 weight_version=reply.weight_version,
-                metrics={**reply.batch_metrics, **reply.metrics, **numbers},
+                metrics=numbers,
             )
         )
         return json_result(type="optim_step", metrics=dict(reply.metrics))

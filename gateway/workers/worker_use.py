@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
+from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.storage.tables import worker_use
 from gateway.workers.table import State, WorkerRow
@@ -77,8 +78,9 @@ class _Sums:
 class WorkerUseMeter:
     """`clock` returns seconds since 1970."""
 
-    def __init__(self, *, database: Database, clock: Callable[[], float]) -> None:
+    def __init__(self, *, database: Database, metrics: Metrics, clock: Callable[[], float]) -> None:
         self._database = database
+        self._metrics = metrics
         self._clock = clock
         self._insert_or_add = database.insert_or_add(worker_use, counters=_COUNTERS, peaks=_PEAKS)
         self._sums: dict[str, _Sums] = {}
@@ -113,6 +115,8 @@ class WorkerUseMeter:
         if not any(added.values()):
             return
         row = sums.row
+        for state in ("queue", "start", "run"):
+            self._metrics.worker_seconds.labels(row.kind, state).inc(added[f"{state}_seconds"])
         values: dict[str, object] = {
             "key": row.key,
             "kind": row.kind,

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import insert, select
 
+from gateway.metrics import Metrics
 from gateway.owners.usage.run_resources import RunResourceReader
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, usage, worker_use
@@ -34,7 +35,7 @@ class World:
 
     def __init__(self, database, row=TRAINER):
         self.database, self.now, self.row = database, 0.0, row
-        self.meter = WorkerUseMeter(database=database, clock=lambda: self.now)
+        self.meter = WorkerUseMeter(database=database, metrics=Metrics(), clock=lambda: self.now)
         self.meter.note_state(row, 0.0)
 
     def becomes(self, state, *, at, waited=0.0):
@@ -65,7 +66,7 @@ async def test_the_seconds_of_a_row_are_those_of_its_states(database):
     assert row["start_seconds"] == 4.0 + 2.0
     assert row["run_seconds"] == 20.0 + 7.0
     world.now = 101.0  # the next gateway counts on
-    following = WorkerUseMeter(database=database, clock=lambda: world.now)
+    following = WorkerUseMeter(database=database, metrics=Metrics(), clock=lambda: world.now)
     following.write([world.row])
     world.now = 103.0
     following.write([world.row])
