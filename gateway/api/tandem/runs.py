@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Query
 
@@ -11,6 +11,7 @@ from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
 from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
 from gateway.identifiers import unknown_run
+from gateway.runs.record.events import EventKind, run_events
 from gateway.runs.record.rows import RunRecord, TrainingStep
 from gateway.runs.run import Run
 from tandem.errors import UnknownRun
@@ -102,6 +103,23 @@ class RunSteps(Answer):
     before: int | None
 
 
+class RunEventInfo(Answer):
+    """`event` happened to `worker`: to the run's trainer, to an engine of its session, or to the
+    run itself. A trainer that starts again restores the run. A worker that moved is on another
+    `group` than before. `key` names the worker."""
+
+    at: Time
+    event: EventKind
+    worker: Literal["trainer", "engine", "run"]
+    key: str
+    group: str
+    reason: str
+
+
+class RunEvents(Answer):
+    events: list[RunEventInfo]
+
+
 @router.operation("GET", "/runs", role="reader")
 async def list_runs(
     access: AccessDep,
@@ -138,6 +156,14 @@ async def run_steps(
         steps=[StepInfo.of(step) for step in found[-limit:]],
         before=found[1].seq_id if len(found) > limit else None,
     )
+
+
+@router.operation("GET", "/runs/{run_id}/events", role="reader", errors=[UnknownRun])
+async def list_run_events(run_id: PathText, access: AccessDep) -> RunEvents:
+    """Return what happened to a run and its workers in the last seven days, in order."""
+    run = await own_run(run_id, access)
+    found = await run_events(access.gateway.database, run)
+    return RunEvents(events=[RunEventInfo.of(event) for event in found])
 
 
 async def own_run(run_id: str, access: Access) -> RunRecord:

@@ -46,6 +46,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "list_groups": EVERYBODY,
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
+    "list_run_events": OWN_LOOK,
     "run_usage": OWN_LOOK,
     "log_files": EVERYBODY,
     "log_lines": OWN_LOOK,

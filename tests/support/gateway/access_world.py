@@ -272,6 +272,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "list_runs": _get(f"{OWN}/runs"),
     "stop_run": lambda w: Call(f"{OWN}/runs/{w.new_run()}/stop", {"discard": True}),
     "run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps"),
+    "list_run_events": lambda w: Call(f"{OWN}/runs/{w.run}/events"),
     "log_files": _get(f"{OWN}/logs/files"),
     "log_lines": lambda w: Call(f"{OWN}/logs?run={w.run}"),
     "sampled_versions": lambda w: Call(f"{OWN}/samples/{w.sample}/versions"),
