@@ -1,4 +1,4 @@
-ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations \
+ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations owners \
 	restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 

@@ -21,6 +21,7 @@ from gateway.owners.auth.bootstrap import take_bootstrap_key
 from gateway.owners.auth.identity import Identity
 from gateway.owners.auth.keys import KeyStore, check_listening
 from gateway.owners.auth.page_sessions import PageSessions
+from gateway.owners.budgets import Budgets
 from gateway.owners.counted_lines import CountedLines
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.queries import SessionQueries
@@ -159,7 +160,8 @@ class Gateway:
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_records = RunRecords(database=database)
-        self.usage = UsageMeter(database=database)
+        self.budgets = Budgets(database=database, limits=self.limits)
+        self.usage = UsageMeter(database=database, budgets=self.budgets)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.timelines = Timelines()
         self.samples = SampleMeter(usage=self.usage, timelines=self.timelines)
@@ -308,6 +310,7 @@ class Gateway:
             lifecycle=RunLifecycle(hosts=hosts, collector=self.collector, tools=tools),
             tools=tools,
         )
+        self.budgets.on_exhausted = self.runs.end_of_owner
         self.admission = OperationAdmission(
             runs=self.runs,
             journal=self.journal,
@@ -347,6 +350,7 @@ class Gateway:
         await self.processes.find_processes(self.supervisor)
         await self.supervisor.open()
         await self.sessions.read_sessions()
+        await self.budgets.open()
         await self.runs.resume_runs()
         await self.sampling.restore_sessions()
         sampled = [s for s in self.sampling.all() if not s.all_weights]

@@ -51,6 +51,13 @@ def _written(value: object) -> object:
     return value
 
 
+def _whole(value: object) -> object:
+    """JSON has one kind of numbers: 5470.0 is whole. Text and true are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError("a whole number is needed")
+    return value
+
+
 Time = Annotated[
     str, BeforeValidator(_iso), WithJsonSchema({"type": "string", "format": "date-time"})
 ]
@@ -64,6 +71,9 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
 
 Omitted = SkipJsonSchema[None]
 """The value of a missing query parameter, since a query cannot contain null."""
+
+WholeNumber = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**53)]
+"""A number of things in a request."""
 
 PathText = Annotated[str, StringConstraints(min_length=1)]
 UserMetadata = dict[str, str] | None

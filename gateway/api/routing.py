@@ -68,7 +68,7 @@ KEY_REFUSED = "key_refused"
 """In a request's state: the error type of its refused key."""
 _FORWARDED = frozenset({b"forwarded", b"x-forwarded-for"})
 
-Method = Literal["GET", "POST", "PUT", "DELETE"]
+Method = Literal["GET", "POST", "PUT", "PATCH", "DELETE"]
 Responses = dict[int | str, dict[str, Any]]
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Awaitable[object]])
 

@@ -217,6 +217,7 @@ class CheckpointCatalog:
         )
         self.limits.check(
             "checkpoint_bytes",
+            owner=owner,
             used=int(used) + self.snapshot_bytes[owner] - replaced_bytes,
             adding=expected_bytes,
         )

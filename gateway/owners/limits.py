@@ -4,6 +4,8 @@ A limit of things such as runs and checkpoints raises `LimitExceeded` (403) from
 because waiting does not help. The caller counts the things. Queues and arriving bodies shrink by
 themselves: a `Ledger` counts them and raises `Overloaded` (429) with a time to retry.
 
+An admin may give an owner its own limits, and a budget (`budgets`).
+
 To add a limit, add a field of `LimitSettings` or a line in `BOUNDS`. For things, add a call of
 `Quotas.check` at their creation and a line in `_FREE`. For amounts, add a ledger in `Quotas` and a
 reservation."""
@@ -13,12 +15,12 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from gateway.metrics import Metrics
-from tandem.errors import LimitExceeded, Overloaded
+from tandem.errors import BudgetExhausted, LimitExceeded, Overloaded
 from tandem.settings.requests import LimitSettings
 
 _CLOSE = 'close unneeded sessions (ServiceClient.close("success"))'
@@ -59,6 +61,12 @@ class Quotas:
         self._settings = settings
         self._limits: dict[str, int] = BOUNDS | settings.model_dump()
         self._metrics = metrics
+        self.own: dict[str, Mapping[str, int]] = {}
+        """The own limits of owners."""
+        self.exhausted: dict[str, BudgetExhausted] = {}
+        """The errors of owners without a budget left."""
+        self.budgeted: Collection[str] = ()
+        """The owners with a budget."""
         self.operations = self._ledger("queued_operations", "queued operations")
         self.operation_bytes = self._ledger("queued_bytes", "bytes of queued operations")
         self.samples = self._ledger("waiting_samples", "waiting samples")
@@ -66,17 +74,27 @@ class Quotas:
         self.bodies = self._ledger("body_bytes", "bytes of arriving requests")
         self.requests = self._ledger("requests", "open requests")
 
-    def check(self, what: str, *, used: int, adding: int = 1) -> None:
+    def limit_of(self, what: str, owner: str) -> int:
+        return self.own.get(owner, {}).get(what, self._limits[what])
+
+    def check_budget(self, owner: str) -> None:
+        """Raise `BudgetExhausted` if nothing is left of the owner's budget."""
+        if (error := self.exhausted.get(owner)) is not None:
+            self.note_refusal("budget")
+            raise BudgetExhausted(error.message)
+
+    def check(self, what: str, *, owner: str, used: int, adding: int = 1) -> None:
         """Raise `LimitExceeded` if an owner with `used` things may not add more. `what` names the
         limit. Concurrent slow additions, such as saves, may each exceed it once."""
-        limit = self._limits[what]
+        limit = self.limit_of(what, owner)
         if used + adding <= limit:
             return
         self.note_refusal(what)
+        whose = owner if what in self.own.get(owner, {}) else f"each owner{_setting_of(what)}"
         more = f", and {adding} are to come" if adding > 1 else ""
         raise LimitExceeded(
-            f"the limit of {what.replace('_', ' ')} is {limit} for each owner"
-            f"{_setting_of(what)}, {used} are used{more}; {_FREE.get(what, _CLOSE)}",
+            f"the limit of {what.replace('_', ' ')} is {limit} for {whose}, {used} are used{more}; "
+            f"{_FREE.get(what, _CLOSE)}",
             limit=what,
             value=limit,
             used=used,

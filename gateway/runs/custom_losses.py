@@ -101,4 +101,4 @@ class CustomLossStore:
                 f"the session has {MAX_LOSSES} custom losses, the most allowed; use one of them, "
                 "or make a new ServiceClient"
             )
-        self.limits.check("custom_losses", used=row["of_owner"])
+        self.limits.check("custom_losses", owner=owner, used=row["of_owner"])

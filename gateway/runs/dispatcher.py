@@ -31,17 +31,20 @@ GAP_TIMEOUT = 60.0
 
 class Dispatcher:
     """`end` is called once with each operation's outcome. `gap_timeout` is in seconds.
-    `window_bytes` bounds the payloads in progress, unless there is only one."""
+    `window_bytes` bounds the payloads in progress, unless there is only one. While `one_at_a_time`
+    is true, no operation is sent ahead."""
 
     def __init__(
         self,
         *,
         end: Callable[[Operation, Outcome], None],
+        one_at_a_time: Callable[[], bool] = lambda: False,
         window: int | None = None,
         window_bytes: int | None = None,
         gap_timeout: float | None = None,
     ) -> None:
         self._window = window or DISPATCH_WINDOW
+        self._one_at_a_time = one_at_a_time
         self._window_bytes = window_bytes or DISPATCH_WINDOW_BYTES
         self._gap_timeout = gap_timeout or GAP_TIMEOUT
         self._end = end
@@ -197,7 +200,8 @@ class Dispatcher:
         calls = self._under_way.values()
         if operation is None or self._drained is not None:
             return None
-        if sum(not call.released for call in calls) >= self._window:
+        window = 1 if self._one_at_a_time() else self._window
+        if sum(not call.released for call in calls) >= window:
             return None
         if not all(call.sent for call in calls):
             return None

@@ -123,7 +123,7 @@ class RunRegistry:
             model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
             training=TrainingSpec.model_validate(row["training"]),
             options=RunOptions(**row["asks"]),
-            dispatcher=Dispatcher(end=self._journal.end),
+            dispatcher=self._dispatcher(row["owner"]),
             ending=ending_of(row),
         )
         await read_ahead(run.model.path, self._settings)
@@ -139,16 +139,30 @@ class RunRegistry:
         self._end_if_due(run)
 
     def end_due(self) -> None:
-        """Begin the ends of the runs with a passed deadline."""
+        """Begin the ends of the runs with a passed deadline or a used-up budget."""
         for run in self.all():
             self._end_if_due(run)
 
+    def end_of_owner(self, owner: str) -> None:
+        """Begin the ends of an owner's runs, if its budget is used up."""
+        for run in self.all():
+            if run.owner == owner:
+                self._end_if_due(run)
+
     def _end_if_due(self, run: Run) -> None:
-        if run.deadline is not None and time.time() >= run.deadline and run.why_over is None:
+        error: TandemError | None = self.limits.exhausted.get(run.owner)
+        if error is None and run.deadline is not None and time.time() >= run.deadline:
             error = DeadlineExceeded(
                 f"the run has reached its tandem.deadline ({run.options.deadline})"
             )
+        if error is not None and run.why_over is None:
             self.lifecycle.end_as_planned(run, Ending(error))
+
+    def _dispatcher(self, owner: str) -> Dispatcher:
+        """A budget is overrun by one operation at most, so none is sent ahead."""
+        return Dispatcher(
+            end=self._journal.end, one_at_a_time=lambda: owner in self.limits.budgeted
+        )
 
     def all(self) -> list[Run]:
         return list(self._runs.values())
@@ -195,7 +209,9 @@ class RunRegistry:
             # No await from here until the run is registered.
             session = self.sessions.require(session_id)
             used = (run.session_id for run in self._runs.values() if run.state != "ended")
-            self.limits.check("runs", used=self.sessions.count_of(session.owner, used))
+            count = self.sessions.count_of(session.owner, used)
+            self.limits.check("runs", owner=session.owner, used=count)
+            self.limits.check_budget(session.owner)
             options = options_of(
                 user_metadata,
                 session.user_metadata,
@@ -213,7 +229,7 @@ class RunRegistry:
                 model=model,
                 training=options.training(training),
                 options=options,
-                dispatcher=Dispatcher(end=self._journal.end),
+                dispatcher=self._dispatcher(session.owner),
             )
             created_at = time.time()
             run.deadline = options.deadline_at(created_at)

@@ -354,7 +354,8 @@ class SamplerRouter:
         tell: Tell | None = None,
     ) -> None:
         """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
-        bound, after which the SDK retries later."""
+        bound, after which the SDK retries later, and `BudgetExhausted`."""
+        self.limits.check_budget(future.owner)
         waiting = sampler.waiting_of[future.owner]
         if waiting >= MAX_WAITING_SAMPLES:
             self.limits.note_refusal("sampler_samples")
@@ -471,7 +472,7 @@ class SamplerRouter:
         theirs = (each for each in self._samplers.values() if each.owner == owner)
         used = sum(len(each.engines) for each in theirs)
         if adding > 0:
-            self.limits.check("samplers", used=used, adding=adding)
+            self.limits.check("samplers", owner=owner, used=used, adding=adding)
 
     def _largest_rank(self, rank: int) -> int:
         """Round up to a power of two, as engines do in memory, so that runs of similar ranks share

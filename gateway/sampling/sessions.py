@@ -300,7 +300,7 @@ class SamplingSessionRegistry:
         owner = self.sessions.require(session_id).owner
         self.samplers.check_model(session_id, version.base_model)
         used = self.sessions.count_of(owner, (s.session_id for s in self._active.values()))
-        self.limits.check("sampling_sessions", used=used)
+        self.limits.check("sampling_sessions", owner=owner, used=used)
         self._active[session.id] = session
         try:
             await self.database.write(

@@ -410,6 +410,20 @@ usage = Table(
     Index("usage_by_session", "session_id"),
 )
 
+# The limits and budgets that admins gave to single owners. A budget counts the use after `since`.
+# The sums in `usage` were then `device_seconds_before` and `tokens_before`.
+owner_limits = Table(
+    "owner_limits",
+    metadata,
+    Column("owner", String(100), primary_key=True),
+    Column("limits", JSON, nullable=False),  # values by names of LimitSettings
+    Column("device_seconds", Float),
+    Column("tokens", BigInteger),
+    Column("since", Float, nullable=False),
+    Column("device_seconds_before", Float, nullable=False),
+    Column("tokens_before", BigInteger, nullable=False),
+)
+
 # Requests that change something, with their actor, address and outcome.
 audit = Table(
     "audit",

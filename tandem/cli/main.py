@@ -22,6 +22,7 @@ from tandem.cli import (
     logs,
     models,
     observe,
+    owners,
     run_stop,
     runs,
     scale,
@@ -53,6 +54,7 @@ app.command("ping")(observe.ping)
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
+app.add_typer(owners.app, name="owners")
 runs.app.command("stop")(run_stop.stop)
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")

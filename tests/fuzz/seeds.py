@@ -186,6 +186,7 @@ def _seeds() -> Mapping[str, object]:
         },
         "get_info": {"model_id": RUN},
         "stop_run": {"discard": False},
+        "change_owner": {"runs": 4, "device_hours": 0.5, "tokens": None, "anew": True},
         "create_custom_loss": json.loads(custom_loss_body()),
         "retrieve_future": {"request_id": f"{RUN}:1", "allow_metadata_only": True},
         "retrieve_futures": {

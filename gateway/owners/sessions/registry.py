@@ -107,7 +107,8 @@ class SessionRegistry:
 
     async def create(self, new: NewSession, *, ttl: float | None = None) -> Session:
         """Create a session. Raises `LimitExceeded`."""
-        self._limits.check("sessions", used=sum(s.owner == new.owner for s in self.all()))
+        used = sum(s.owner == new.owner for s in self.all())
+        self._limits.check("sessions", owner=new.owner, used=used)
         row = {**vars(new), "id": new_session_id(), "state": "active", "created_at": time.time()}
         session = from_row(Session, row, ttl=ttl)
         session.heard.set()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
+from gateway.owners.budgets import Budgets
 from gateway.owners.usage.sampled_versions import RememberedVersions
 from gateway.owners.usage.time_shares import Timelines
 from gateway.storage.database import Database
@@ -59,8 +60,17 @@ class Subject:
 
 
 class UsageMeter:
-    def __init__(self, *, database: Database, clock: Callable[[], float] = time.time) -> None:
+    """Every use also counts toward its owner's budget."""
+
+    def __init__(
+        self,
+        *,
+        database: Database,
+        budgets: Budgets | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._database = database
+        self._budgets = budgets
         self._clock = clock
         self._insert_or_add = database.insert_or_add(usage, counters=_COUNTERS)
         self._sums: dict[tuple[int, UsageKind, Subject], tuple[float, ...]] = {}
@@ -81,6 +91,14 @@ class UsageMeter:
             self.write()
         event = (1, input_tokens, cached_tokens, output_tokens, accelerator_seconds)
         self._sums[key] = tuple(map(add, self._sums.get(key, (0,) * len(event)), event))
+        if self._budgets is not None and self._budgets.has_budget(subject.owner):
+            if kind != "sample":  # before the operation's end, so that a crash forgets no use
+                self.write()
+            self._budgets.note_use(
+                subject.owner,
+                device_seconds=accelerator_seconds,
+                tokens=input_tokens - cached_tokens + output_tokens,
+            )
 
     def record_reply(
         self, kind: UsageKind, subject: Subject, reply: TrainerReply, *, ranks: int

@@ -111,7 +111,10 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
 
 def tables_of_0_2():
     """The tables before the record of runs."""
-    old, new = MetaData(), {"run_records", "rollout_batches", "worker_use", "page_sessions"}
+    old, new = (
+        MetaData(),
+        {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"},
+    )
     added = {"name", "tags", "config", "parent_run", "parent_step", "ending"}
     for table in metadata.sorted_tables:
         if table.name not in new:

@@ -32,6 +32,16 @@ def upgrade() -> None:
         sa.Column("updated_at", sa.Float(), nullable=False),
     )
     op.create_table(
+        "owner_limits",
+        sa.Column("owner", sa.String(100), primary_key=True),
+        sa.Column("limits", sa.JSON(), nullable=False),
+        sa.Column("device_seconds", sa.Float()),
+        sa.Column("tokens", sa.BigInteger()),
+        sa.Column("since", sa.Float(), nullable=False),
+        sa.Column("device_seconds_before", sa.Float(), nullable=False),
+        sa.Column("tokens_before", sa.BigInteger(), nullable=False),
+    )
+    op.create_table(
         "rollout_batches",
         sa.Column("run_id", sa.String(100), primary_key=True),
         sa.Column("batch", sa.String(100), primary_key=True),
