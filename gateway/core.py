@@ -36,6 +36,7 @@ from gateway.runs.custom_losses import CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.record.rows import RunRecords
+from gateway.runs.record.store import RecordStore
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.runs.registry import RunRegistry
 from gateway.runs.stopping import Stop
@@ -185,6 +186,12 @@ class Gateway:
             pins=self.pins,
             limits=self.limits,
         )
+        self.record = RecordStore(
+            database=database,
+            data_dir=data_dir,
+            checkpoints=self.checkpoints,
+            epoch=epoch.number,
+        )
         self.versions = VersionStore(
             database=database, data_dir=data_dir, min_free_bytes=settings.min_free_bytes
         )
@@ -287,6 +294,7 @@ class Gateway:
             settings=settings,
             journal=self.journal,
             records=self.run_records,
+            record=self.record,
             checkpoints=self.checkpoints,
             versions=self.versions,
             snapshots=SnapshotStore(
@@ -381,6 +389,7 @@ class Gateway:
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
         await self.runs.lifecycle.close(self.runs.all(), patience=self._patience)
         self.write_usage()  # now, because the gateway may be killed during the rest
+        await self.record.close()
         await self.samplers.close()
         await self.supervisor.close()
         await self.processes.close(leaving=self.stop.hand_over)

@@ -125,18 +125,18 @@ class OperationRunner:
         )
         numbers = {**reply.batch_metrics, **reply.metrics, **numbers}
         self._tools.metrics.note_step(numbers)
-        self._tools.records.record_step(
-            TrainingStep(
-                run_id=self._run.id,
-                seq_id=call.operation.seq_id,
-                step=reply.step,
-                at=time.time(),
-                seconds=reply.batch_seconds + reply.seconds,
-                tokens=reply.batch_tokens,
-                weight_version=reply.weight_version,
-                metrics=numbers,
-            )
+        step = TrainingStep(
+            run_id=self._run.id,
+            seq_id=call.operation.seq_id,
+            step=reply.step,
+            at=time.time(),
+            seconds=reply.batch_seconds + reply.seconds,
+            tokens=reply.batch_tokens,
+            weight_version=reply.weight_version,
+            metrics=numbers,
         )
+        self._tools.records.record_step(step)
+        self._tools.record.note_step(step.run_id, step.step, step.numbers, step.at)
         return json_result(type="optim_step", metrics=dict(reply.metrics))
 
     # --- A trainer's state --------------------------------------------------------------------

@@ -13,6 +13,7 @@ from gateway.runs.custom_losses import LOSS_NAME, CustomLossStore
 from gateway.runs.journal import Journal
 from gateway.runs.operations import Body, LossReference
 from gateway.runs.record.rows import RunRecords
+from gateway.runs.record.store import RecordStore
 from gateway.runs.recovery.snapshots import SnapshotStore
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import SamplingSessionRegistry
@@ -24,6 +25,7 @@ class RunTools:
     settings: GatewaySettings
     journal: Journal
     records: RunRecords
+    record: RecordStore
     checkpoints: CheckpointCatalog
     versions: VersionStore
     snapshots: SnapshotStore

@@ -223,6 +223,7 @@ rollout_batches = Table(
     Column("offset", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("count", BigInteger, nullable=False),
+    Column("rated", BigInteger, nullable=False),  # rollouts with a reward
     Column("reward_min", Float),
     Column("reward_mean", Float),
     Column("reward_max", Float),

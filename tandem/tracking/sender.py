@@ -62,7 +62,7 @@ class RecordSender:
         self._client = client
         self._exporters = list(exporters)
         self._warnings = warnings
-        self._cursor: object = None
+        self._cursor: object = "0"  # the beginning
         self._pause = self._retry_at = 0.0
         self.dropped = 0
         """Rows that the gateway did not take."""

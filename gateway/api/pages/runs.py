@@ -19,6 +19,6 @@ _PAGE = 50
 async def runs_page(page: PageDep, offset: Annotated[Offset, Query()] = 0) -> Response:
     """Show the caller's runs, newest first. An admin sees everybody's."""
     found, total = await page.gateway.run_records.runs(
-        page.caller, scope="accessible", project_id=None, limit=_PAGE, offset=offset
+        page.caller, scope="accessible", limit=_PAGE, offset=offset
     )
     return page.render("runs.html", runs=found, total=total, offset=offset, size=_PAGE)

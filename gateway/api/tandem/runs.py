@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from fastapi import Query
+from pydantic import BaseModel, Field
 
 from gateway.api.dependencies import Access, AccessDep
-from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time
+from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText, Time, UserMetadata
 from gateway.api.routing import Router
 from gateway.api.tandem.samplers import EngineCounts
 from gateway.identifiers import unknown_run
 from gateway.runs.record.events import EventKind, run_events
-from gateway.runs.record.rows import RunRecord, TrainingStep
+from gateway.runs.record.identity import identity_changes
+from gateway.runs.record.progress import RecordIndex
+from gateway.runs.record.rows import RunFilters, RunRecord, TrainingStep
 from gateway.runs.run import Run
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2
 
 router = Router("/api/tandem/v1", tag="Tandem")
+Filter = Annotated[str | Omitted, Field(max_length=200)]
 
 
 class StepInfo(Answer):
@@ -35,9 +40,22 @@ class StepInfo(Answer):
     metrics: dict[str, float | None]
 
 
+class RunProgress(Answer):
+    """The newest step of the user's metrics, or of the optimizer without any. `percent` and
+    `eta_seconds` need `total_steps` in the run's configuration."""
+
+    step: int
+    total_steps: int | None
+    percent: float | None
+    eta_seconds: float | None
+    last_updated_at: Time
+
+
 class RunSummary(Answer):
-    """`replicas` is the number of model copies on the trainer's `ranks`. `tensor_parallel` is the
-    number of ranks that compute one datum together. `last_step` is null before the first step."""
+    """`parent_run` is the run whose checkpoint this one loaded. `progress` is null before the first
+    step. `last` has the newest value of each metric; NaN and infinities are text. `replicas` is the
+    number of model copies on the trainer's `ranks`. `tensor_parallel` is the number of ranks that
+    compute one datum together. `last_step` is null before the first optimizer step."""
 
     id: str
     session_id: str
@@ -53,6 +71,26 @@ class RunSummary(Answer):
     created_at: Time
     ended_at: Time | None
     last_step: StepInfo | None
+    name: str
+    tags: list[str]
+    parent_run: str | None
+    progress: RunProgress | None
+    last: dict[str, float | str]
+
+
+class RunDetails(RunSummary):
+    config: dict[str, Any] | None
+    user_metadata: UserMetadata
+
+
+class RunChange(BaseModel):
+    """Absent fields stay. An empty name or list, and null, remove. `user_metadata` changes only its
+    keys, and null removes a key."""
+
+    name: str | None = None
+    tags: list[str] | None = None
+    config: dict[str, Any] | None = None
+    user_metadata: dict[str, str | None] | None = None
 
 
 class RunSummaries(Answer):
@@ -125,13 +163,50 @@ async def list_runs(
     access: AccessDep,
     limit: Annotated[Limit, Query()] = 20,
     offset: Annotated[Offset, Query()] = 0,
+    name: Annotated[Filter, Query()] = None,
+    tag: Annotated[Filter, Query()] = None,
+    state: Annotated[Filter, Query()] = None,
+    owner: Annotated[Filter, Query()] = None,
 ) -> RunSummaries:
-    """Return a page of runs, newest first. An admin sees everybody's runs, others their own."""
+    """Return a page of runs, newest first. An admin sees everybody's runs, others their own. `name`
+    is a part of the name, in any case."""
     found, total = await access.gateway.run_records.runs(
-        access.caller, scope="accessible", project_id=None, limit=limit, offset=offset
+        access.caller,
+        scope="accessible",
+        filters=RunFilters(name=name, tag=tag, state=state, owner=owner),
+        limit=limit,
+        offset=offset,
     )
-    last = await access.gateway.run_records.last_steps([run.id for run in found])
-    return RunSummaries(runs=[_summary(run, last.get(run.id)) for run in found], total_count=total)
+    return RunSummaries(runs=await _summaries(found, access), total_count=total)
+
+
+@router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
+async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
+    """Describe a run, even after its end."""
+    run = await own_run(run_id, access)
+    [summary] = await _summaries([run], access)
+    return RunDetails.of(summary, config=run.identity.config, user_metadata=run.user_metadata)
+
+
+@router.operation(
+    "PATCH",
+    "/runs/{run_id}",
+    role="member",
+    audit="run_change",
+    errors=[UnknownRun],
+    rules=[
+        "The name, the tags and the configuration have limits. `user_metadata` cannot change the "
+        "keys of the identity, or those that begin with `tandem`."
+    ],
+)
+async def change_run(run_id: PathText, body: RunChange, access: AccessDep) -> RunDetails:
+    """Change a run's name, tags, configuration or other metadata, even after its end."""
+    run = await own_run(run_id, access)
+    changes = identity_changes(body.model_dump(exclude_unset=True), run.user_metadata)
+    if changes:
+        await access.gateway.run_records.change(run_id, changes)
+    access.audit.note(run_id, changed=", ".join(sorted(changes)))
+    return await get_run(run_id, access)
 
 
 @router.operation("GET", "/runs/{run_id}/steps", role="reader", errors=[UnknownRun])
@@ -145,11 +220,11 @@ async def run_steps(
     run = await own_run(run_id, access)
     gateway, records = access.gateway, access.gateway.run_records
     found = await records.newest_steps(run_id, limit=limit + 1, before=before)
-    last = await records.last_steps([run_id])
+    [summary] = await _summaries([run], access)
     live = gateway.runs.get(run_id)
     sampler = gateway.samplers.by_key(live.host.sampler) if live is not None else None
     return RunSteps(
-        run=_summary(run, last.get(run_id)),
+        run=summary,
         weights=_weights(live) if live is not None else None,
         memory=_memory(live.about) if live is not None else None,
         engines=EngineCounts.of_sampler(sampler) if sampler is not None else None,
@@ -175,7 +250,17 @@ async def own_run(run_id: str, access: Access) -> RunRecord:
     return run
 
 
-def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
+async def _summaries(found: Sequence[RunRecord], access: Access) -> list[RunSummary]:
+    ids = [run.id for run in found]
+    steps = await access.gateway.run_records.last_steps(ids)
+    records = await access.gateway.record.summaries(ids)
+    return [
+        _summary(run, steps.get(run.id), records.get(run.id, RecordIndex(run.id))) for run in found
+    ]
+
+
+def _summary(run: RunRecord, last: TrainingStep | None, record: RecordIndex) -> RunSummary:
+    progress = record.progress(run.identity.config)
     lora = run.training.lora
     return RunSummary.of(
         run,
@@ -183,6 +268,10 @@ def _summary(run: RunRecord, last: TrainingStep | None) -> RunSummary:
         replicas=run.training.layout.replicas,
         tensor_parallel=run.training.layout.tensor_parallel,
         last_step=StepInfo.of(last) if last is not None else None,
+        name=run.identity.name or "",
+        tags=run.identity.tags or [],
+        progress=RunProgress.of(progress) if progress is not None else None,
+        last=record.last,
     )
 
 

@@ -26,7 +26,7 @@ from gateway.identifiers import request_id_of, run_id_of, split_model_name
 from gateway.owners.auth.identity import Caller, Scope
 from gateway.owners.sessions.registry import RunMetadata
 from gateway.runs.record.identity import metadata_of
-from gateway.runs.record.rows import RunRecord
+from gateway.runs.record.rows import RunFilters, RunRecord
 from tandem.errors import (
     InvalidRequest,
     OptimizerSetting,
@@ -186,7 +186,11 @@ async def training_runs(
 ) -> RunPage:
     """Return a page of runs, newest first."""
     runs, total = await access.gateway.run_records.runs(
-        access.caller, scope=access_scope, project_id=project_id, limit=limit, offset=offset
+        access.caller,
+        scope=access_scope,
+        filters=RunFilters(project_id=project_id),
+        limit=limit,
+        offset=offset,
     )
     return RunPage(
         training_runs=[_run(run, access.caller) for run in runs],

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tandem.errors import InvalidRequest
 
 MAX_NAME, MAX_TAGS, MAX_CONFIG = 200, 50, 64 * 2**10
 """Characters of a name or a tag, the number of tags, and bytes of a configuration as JSON."""
+
+MAX_METADATA = 2**14
+"""Characters of the other keys as JSON."""
+_IDENTITY = ("name", "tags", "config")
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,31 @@ def identity_of(
     return identity, others or None
 
 
+def identity_changes(
+    given: Mapping[str, Any], others: Mapping[str, str] | None
+) -> dict[str, object]:
+    """Return the columns of `runs` to change, from fields of `RunIdentity` and `user_metadata`.
+    `others` are the run's other keys. Raises `InvalidRequest`."""
+    fields = dict(given)
+    metadata: Mapping[str, str | None] = fields.pop("user_metadata", None) or {}
+    if isinstance(tags := fields.get("tags"), list):
+        fields["tags"] = _distinct(tags)
+    if "config" in fields:
+        fields["config"] = _parsed(json.dumps(fields["config"]))
+    replace(RunIdentity(), **fields).check_limits()
+    if fixed := [k for k in metadata if k in _IDENTITY or k.startswith("tandem")]:
+        raise InvalidRequest(
+            f"user_metadata: {fixed[0][:100]!r} cannot be changed here; name, tags and config are "
+            "fields of their own, and keys of tandem apply when a run is created"
+        )
+    if metadata:
+        merged = {k: v for k, v in {**(others or {}), **metadata}.items() if v is not None}
+        if len(json.dumps(merged)) > MAX_METADATA:
+            raise InvalidRequest(f"the user_metadata has more than {MAX_METADATA} characters")
+        fields["user_metadata"] = merged or None
+    return fields
+
+
 def metadata_of(
     identity: RunIdentity, others: Mapping[str, str] | None
 ) -> Mapping[str, str] | None:
@@ -87,6 +117,9 @@ def _finite(text: str) -> float | str:
 
 def _tags(text: str) -> list[str]:
     listed = _parsed(text)
-    tags = listed if isinstance(listed, list) else text.split(",")
+    return _distinct(listed if isinstance(listed, list) else text.split(","))
+
+
+def _distinct(tags: Iterable[object]) -> list[str]:
     stripped = (str(tag).strip() for tag in tags)
     return list(dict.fromkeys(tag for tag in stripped if tag))

@@ -5,11 +5,12 @@ not to exist."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from sqlalchemy import RowMapping, func, or_, select, tuple_
+from sqlalchemy import ColumnElement, RowMapping, Text, cast, func, or_, select, tuple_, update
 
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
 from gateway.identifiers import unknown_run
@@ -68,6 +69,34 @@ class TrainingStep:
     weight_version: str
     metrics: Mapping[str, float | None]
 
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """The step's own numbers. Metrics with a suffix are combined from batches, for the SDK."""
+        own = {name: value for name, value in self.metrics.items() if ":" not in name}
+        return {**own, "tokens": float(self.tokens)}
+
+
+@dataclass(frozen=True)
+class RunFilters:
+    """`name` is a part of the name, in any case. None: not asked for."""
+
+    project_id: str | None = None
+    name: str | None = None
+    tag: str | None = None
+    state: str | None = None
+    owner: str | None = None
+
+    def conditions(self) -> Iterator[ColumnElement[bool]]:
+        for column in (runs.c.project_id, runs.c.state, runs.c.owner):
+            if (value := getattr(self, column.name)) is not None:
+                yield column == value
+        if self.name is not None:
+            yield runs.c.name.icontains(self.name, autoescape=True)
+        if self.tag is not None:
+            # LIKE ignores the case in SQLite. A tag begins the list or follows another.
+            text, tag = cast(runs.c.tags, Text), json.dumps(self.tag)
+            yield or_(*(func.replace(text, f"{begin}{tag}", "") != text for begin in ("[", ", ")))
+
 
 _ACCEPTED_LAST = (
     select(operations.c.accepted_at)
@@ -122,11 +151,15 @@ class RunRecords:
         return (await self._described(rows))[0]
 
     async def runs(
-        self, caller: Caller, *, scope: Scope, project_id: str | None, limit: int, offset: int
+        self,
+        caller: Caller,
+        *,
+        scope: Scope,
+        filters: RunFilters = RunFilters(),
+        limit: int,
+        offset: int,
     ) -> tuple[list[RunRecord], int]:
-        wanted = [visible(runs.c.owner, caller, scope)]
-        if project_id is not None:
-            wanted.append(runs.c.project_id == project_id)
+        wanted = [visible(runs.c.owner, caller, scope), *filters.conditions()]
         await self.database.flush()
         total = await self.database.read_value(
             select(func.count()).select_from(runs).where(*wanted)
@@ -138,6 +171,12 @@ class RunRecords:
             .offset(offset)
         )
         return await self._described(rows), total
+
+    async def change(self, run_id: str, identity: Mapping[str, object]) -> None:
+        """Replace columns of a run's identity or its `user_metadata`."""
+        await self.database.write(
+            update(runs).where(runs.c.id == run_id).values(**identity), durable=True
+        )
 
     async def _described(self, rows: Sequence[RowMapping]) -> list[RunRecord]:
         newest = await self._newest_checkpoints([row["id"] for row in rows])

@@ -271,6 +271,17 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
     "stop_run": lambda w: Call(f"{OWN}/runs/{w.new_run()}/stop", {"discard": True}),
+    "get_run": lambda w: Call(f"{OWN}/runs/{w.run}"),
+    "change_run": lambda w: Call(f"{OWN}/runs/{w.run}", {"tags": ["a"]}),
+    "add_metrics": lambda w: Call(
+        f"{OWN}/runs/{w.run}/metrics", {"rows": [{"step": 1, "values": {"reward": 0.5}}]}
+    ),
+    "run_metrics": lambda w: Call(f"{OWN}/runs/{w.run}/metrics"),
+    "add_rollouts": lambda w: Call(
+        f"{OWN}/runs/{w.run}/rollouts",
+        {"batch": "a", "step": 1, "rollouts": [{"prompt": "p", "answer": "a", "reward": 1}]},
+    ),
+    "run_rollouts": lambda w: Call(f"{OWN}/runs/{w.run}/rollouts"),
     "run_steps": lambda w: Call(f"{OWN}/runs/{w.run}/steps"),
     "list_run_events": lambda w: Call(f"{OWN}/runs/{w.run}/events"),
     "log_files": _get(f"{OWN}/logs/files"),

@@ -50,6 +50,7 @@ def upgrade() -> None:
         sa.Column("offset", sa.BigInteger(), nullable=False),
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("count", sa.BigInteger(), nullable=False),
+        sa.Column("rated", sa.BigInteger(), nullable=False),
         sa.Column("reward_min", sa.Float()),
         sa.Column("reward_mean", sa.Float()),
         sa.Column("reward_max", sa.Float()),

@@ -1,0 +1,151 @@
+"""Rollouts of a run: their lines in the files, and pages of one step by reward or text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import orjson
+
+from gateway.runs.record.curves import as_json
+from gateway.runs.record.files import Place, place_in
+
+Order = Literal["reward", "-reward", "given"]
+MAX_ROLLOUT = 2**20
+"""Bytes of a rollout as JSON."""
+_PAGE_BYTES = 16 * 2**20
+BATCH_ID = "batch_id"
+"""The field with the client's key of the batch. A batch that was written twice counts once."""
+
+Rollout = Mapping[str, object]
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A row of `rollout_batches`: the lines of a batch and the rewards in it."""
+
+    run_id: str
+    batch: str
+    step: int
+    file: str
+    offset: int
+    bytes: int
+    count: int
+    rated: int
+    reward_min: float | None
+    reward_mean: float | None
+    reward_max: float | None
+
+    @property
+    def place(self) -> Place:
+        return place_in(self.file, self.offset)
+
+
+@dataclass(frozen=True)
+class RolloutStep:
+    step: int
+    count: int
+    reward_min: float | None
+    reward_mean: float | None
+    reward_max: float | None
+
+
+@dataclass(frozen=True)
+class RolloutPage:
+    """`steps` are the newest steps in order. Each rollout has its `index` in the step."""
+
+    steps: Sequence[RolloutStep]
+    step: int | None
+    rollouts: Sequence[Rollout]
+    total_count: int
+
+
+def lines_of(
+    rollouts: Sequence[Rollout], *, step: int, batch: str, at: float
+) -> list[tuple[bytes, float | None]]:
+    """Return each rollout's line and its finite reward, without too large ones. Numbers that are
+    not finite become text in `reward` and `advantage`, and null in lists."""
+    found = []
+    for rollout in rollouts:
+        row = {"at": at, **rollout, "step": step, BATCH_ID: batch}
+        for name in ("reward", "advantage"):
+            if isinstance(value := row.get(name), float):
+                row[name] = as_json(value)
+        line = orjson.dumps(row)
+        if len(line) <= MAX_ROLLOUT:
+            found.append((line + b"\n", reward_of(rollout)))
+    return found
+
+
+def reward_of(rollout: Rollout) -> float | None:
+    value = rollout.get("reward")
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if known and isinstance(value, int | float) else None
+
+
+def read_page(
+    folder: Path,
+    batches: Sequence[RolloutBatch],
+    *,
+    order: Order,
+    search: str,
+    limit: int,
+    offset: int,
+) -> tuple[list[Rollout], int]:
+    """Return a page of a step's rollouts and the number of all that match. The text `search` is
+    somewhere in a rollout, in any case. Rollouts without a reward come last. A page ends early
+    after 16 MiB. Raises `OSError`."""
+    wanted = search.casefold()
+    found: list[tuple[float | None, int, RolloutBatch, int, int]] = []
+    for index, (batch, place, line) in enumerate(_lines(folder, batches)):
+        rollout = _parsed(line)
+        if not wanted or _contains(rollout, wanted):
+            found.append((reward_of(rollout), index, batch, place, len(line)))
+    if order != "given":
+        sign = -1 if order == "-reward" else 1
+        found.sort(key=lambda one: (one[0] is None, sign * (one[0] or 0.0), one[1]))
+    page: list[Rollout] = []
+    size = 0
+    for _, index, batch, place, length in found[offset : offset + limit]:
+        size += length
+        if page and size > _PAGE_BYTES:
+            break
+        with (folder / batch.file).open("rb") as stream:
+            stream.seek(place)
+            rollout = _parsed(stream.read(length))
+        page.append({"index": index, **{k: v for k, v in rollout.items() if k != BATCH_ID}})
+    return page, len(found)
+
+
+def _lines(
+    folder: Path, batches: Sequence[RolloutBatch]
+) -> Iterator[tuple[RolloutBatch, int, bytes]]:
+    for batch in batches:
+        place, end = batch.offset, batch.offset + batch.bytes
+        with (folder / batch.file).open("rb") as stream:
+            stream.seek(place)
+            while place < end and (line := stream.readline()):
+                yield batch, place, line
+                place += len(line)
+
+
+def _parsed(line: bytes) -> Rollout:
+    try:
+        rollout = orjson.loads(line)
+    except ValueError:  # damaged on the disk
+        return {}
+    return rollout if isinstance(rollout, dict) else {}
+
+
+def _contains(value: object, wanted: str) -> bool:
+    if isinstance(value, str):
+        return wanted in value.casefold()
+    if isinstance(value, Mapping):
+        return any(_contains(one, wanted) for one in value.values())
+    if isinstance(value, list):
+        texts = (one for one in value if not isinstance(one, int | float))
+        return any(_contains(one, wanted) for one in texts)
+    return False

@@ -1,0 +1,427 @@
+"""Writes and reads the metrics and rollouts of runs.
+
+The files hold them. The tables `run_records` and `rollout_batches` are their index, written after
+the files and before the answer. Files are read and written in threads of this module, so a slow
+disk delays nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal, ParamSpec, TypeVar
+
+import orjson
+from sqlalchemy import func, select
+
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.identifiers import unknown_run
+from gateway.runs.record.curves import Curve, CurveCache, as_json, downsampled
+from gateway.runs.record.files import Place, SegmentWriter, read_lines, record_folder
+from gateway.runs.record.progress import MetricsRow, RecordIndex
+from gateway.runs.record.rollouts import (
+    Order,
+    Rollout,
+    RolloutBatch,
+    RolloutPage,
+    RolloutStep,
+    lines_of,
+    read_page,
+)
+from gateway.storage.database import Database, from_row
+from gateway.storage.drivers import typed
+from gateway.storage.tables import rollout_batches, run_records, runs
+from tandem.errors import LimitExceeded, StorageFailed, describe
+from tandem.telemetry import get_log
+
+Source = Literal["user", "tandem"]
+SERVER = "tandem/"
+"""The prefix of the server's metrics."""
+
+MAX_NAMES, MAX_ROW, MAX_RECORD = 200, 64 * 2**10, 2 * 2**30
+"""Names and bytes of a row of metrics, and bytes of a run's record."""
+_MAX_NAME, _MAX_NAMES_IN_ALL = 200, 1000
+_SERVER_ROWS, _SERVER_BYTES = 1000, 4 * 2**20
+"""Most server rows in an answer, and most bytes read for them."""
+_PENDING = 1000
+"""Server rows of a run that wait for a failing disk."""
+_RETRY = 5.0
+_IDLE = 3600.0
+"""Seconds until a run without new rows leaves the memory."""
+_STEPS = 1000
+_MOST_POINTS = 2_000_000
+"""Points of all curves of an answer."""
+_THREADS = 4
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Appended:
+    """The numbers of written and dropped rows or rollouts. `why` is a sentence about the last
+    dropped one."""
+
+    written: int
+    dropped: int
+    why: str = ""
+
+
+class _Writing:
+    """A run's record while this gateway writes it. The lock keeps the order of the files."""
+
+    def __init__(self, folder: Path, epoch: int, owner: str, index: RecordIndex) -> None:
+        self.owner = owner
+        self.index = index
+        self.metrics = SegmentWriter(folder, "metrics", epoch)
+        self.rollouts = SegmentWriter(folder, "rollouts", epoch)
+        self.lock = asyncio.Lock()
+        self.used_at = time.monotonic()
+
+
+@dataclass(eq=False, kw_only=True)
+class RecordStore:
+    """`epoch` is the gateway's. Errors of the disk are `StorageFailed` and `StorageFull`: nothing
+    was acknowledged, and the client sends again."""
+
+    database: Database
+    data_dir: Path
+    checkpoints: CheckpointCatalog
+    epoch: int
+    most_bytes: int = MAX_RECORD
+    retry: float = _RETRY
+
+    def __post_init__(self) -> None:
+        self.cache = CurveCache(self.data_dir)
+        self._put_index = self.database.insert_or_replace(run_records)
+        self._put_batch = self.database.insert_or_replace(rollout_batches)
+        self._runs: dict[str, _Writing] = {}
+        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._pending: dict[str, list[MetricsRow]] = {}
+        self._flushing: dict[str, asyncio.Task[None]] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="record")
+        self._log = get_log()
+
+    async def close(self) -> None:
+        """Write the waiting rows of the server, once."""
+        for task in (tasks := list(self._flushing.values())):
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for run_id in list(self._pending):
+            try:
+                await self._write_pending(run_id)
+            except StorageFailed as error:
+                self._log.error("server_rows_lost", run_id=run_id, reason=error.message)
+        self._threads.shutdown()
+
+    # --- Writing ------------------------------------------------------------------------------
+
+    async def append_metrics(
+        self, run_id: str, rows: Sequence[MetricsRow], source: Source
+    ) -> Appended:
+        """Write rows of metrics. Drops and counts rows beyond a limit. Raises `UnknownRun`."""
+        writing = await self._writing(run_id)
+        async with writing.lock:
+            now, by_user = time.time(), source == "user"
+            index = replace(writing.index, updated_at=now)
+            full = await self._why_full(writing) if by_user and rows else ""
+            encode = _user_lines if by_user else _lines
+            kept, lines, last, why = await self._in_thread(encode, rows, index, now)
+            if full:
+                kept, lines, last, why = [], [], {}, full
+            if lines:
+                await self._in_thread(writing.metrics.append, b"".join(lines))
+            index = index.with_rows(kept, last, by_user=by_user)
+            await self._keep(writing, index, lines, dropped=len(rows) - len(kept))
+            return Appended(len(kept), len(rows) - len(kept), why)
+
+    async def append_rollouts(
+        self, run_id: str, batch: str, step: int, rollouts: Sequence[Rollout]
+    ) -> Appended:
+        """Write the rollouts of a batch once: a repeated `batch` changes nothing. Drops and counts
+        rollouts beyond a limit. Raises `UnknownRun`."""
+        writing = await self._writing(run_id)
+        async with writing.lock:
+            this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.batch == batch)
+            if known := await self.database.read_one(select(rollout_batches).where(this)):
+                return Appended(known["count"], max(len(rollouts) - known["count"], 0))
+            now = time.time()
+            why = await self._why_full(writing)
+            found = [] if why else await self._in_thread(_rollout_lines, rollouts, step, batch, now)
+            dropped = len(rollouts) - len(found)
+            if dropped and not why:
+                why = "a rollout has more than 1 MiB as JSON"
+            lines = [line for line, _ in found]
+            place = Place()
+            if lines:
+                place = await self._in_thread(writing.rollouts.append, b"".join(lines))
+            rewards = [reward for _, reward in found if reward is not None]
+            row = RolloutBatch(
+                run_id=run_id,
+                batch=batch,
+                step=step,
+                file=place.file("rollouts"),
+                offset=place.offset,
+                bytes=sum(map(len, lines)),
+                count=len(lines),
+                rated=len(rewards),
+                reward_min=min(rewards, default=None),
+                reward_mean=sum(rewards) / len(rewards) if rewards else None,
+                reward_max=max(rewards, default=None),
+            )
+            await self.database.write(self._put_batch, asdict(row))
+            index = replace(writing.index, updated_at=now)
+            index = replace(index, rollouts=index.rollouts + len(lines))
+            await self._keep(writing, index, lines, dropped=dropped)
+        if rewards and "reward" not in index.last:
+            steps = await self._rollout_steps(run_id, step)
+            mean = steps[0].reward_mean if steps else None
+            self.note_step(run_id, step, {"reward": mean})
+        return Appended(len(lines), dropped, why)
+
+    def note_step(
+        self, run_id: str, step: int, values: Mapping[str, float | None], at: float | None = None
+    ) -> None:
+        """Write the server's own values of a step soon, without waiting. Their names get the prefix
+        `tandem/`. A later call for the same step replaces values of equal names."""
+        known = {SERVER + name: value for name, value in values.items() if value is not None}
+        waiting = self._pending.setdefault(run_id, [])
+        waiting.append(MetricsRow(step, known, at if at is not None else time.time()))
+        del waiting[:-_PENDING]
+        if run_id not in self._flushing:
+            task = asyncio.create_task(self._flush(run_id), name=f"record-{run_id}")
+            self._flushing[run_id] = task
+
+    async def _flush(self, run_id: str) -> None:
+        try:
+            while self._pending.get(run_id):
+                try:
+                    await self._write_pending(run_id)
+                except StorageFailed as error:
+                    self._log.error("record_not_written", run_id=run_id, reason=error.message)
+                    await asyncio.sleep(self.retry)
+        finally:  # at once, so that the next `note_step` begins a new task
+            self._flushing.pop(run_id, None)
+
+    async def _write_pending(self, run_id: str) -> None:
+        rows = self._pending.pop(run_id, [])
+        try:
+            await self.append_metrics(run_id, rows, "tandem")
+        except (StorageFailed, asyncio.CancelledError):
+            self._pending[run_id] = [*rows, *self._pending.get(run_id, [])][-_PENDING:]
+            raise
+        except Exception:  # noqa: BLE001 - these rows would fail again
+            self._log.exception("server_rows_not_written", run_id=run_id)
+
+    async def _writing(self, run_id: str) -> _Writing:
+        async with self._opening[run_id]:
+            if (writing := self._runs.get(run_id)) is None:
+                row = await self.database.read_one(
+                    select(runs.c.owner, run_records)
+                    .outerjoin(run_records, run_records.c.run_id == runs.c.id)
+                    .where(runs.c.id == run_id)
+                )
+                if row is None:
+                    raise unknown_run(run_id)
+                index = from_row(RecordIndex, row) if row["run_id"] else RecordIndex(run_id)
+                folder = record_folder(self.data_dir, run_id)
+                self._forget_idle()
+                writing = self._runs[run_id] = _Writing(folder, self.epoch, row["owner"], index)
+        self._opening.pop(run_id, None)
+        writing.used_at = time.monotonic()
+        return writing
+
+    def _forget_idle(self) -> None:
+        before = time.monotonic() - _IDLE
+        for run_id in [key for key, writing in self._runs.items() if writing.used_at < before]:
+            del self._runs[run_id]
+
+    async def _keep(
+        self, writing: _Writing, index: RecordIndex, lines: Sequence[bytes], *, dropped: int
+    ) -> None:
+        size = sum(map(len, lines))
+        index = replace(index, bytes=index.bytes + size, dropped=index.dropped + dropped)
+        await self.database.write(self._put_index, asdict(index))
+        writing.index = index
+
+    async def _why_full(self, writing: _Writing) -> str:
+        """Return why a run may write no more, or ""."""
+        if writing.index.bytes >= self.most_bytes:
+            return f"the record of this run has {self.most_bytes} bytes, which is the limit"
+        try:
+            await self.checkpoints.check_quota(owner=writing.owner, expected_bytes=0)
+        except LimitExceeded as error:
+            return error.message
+        return ""
+
+    # --- Reading ------------------------------------------------------------------------------
+
+    async def owner_of(self, run_id: str) -> str:
+        """Return a run's owner. Raises `UnknownRun`."""
+        if (writing := self._runs.get(run_id)) is not None:
+            return writing.owner
+        row = await self.database.read_one(select(runs.c.owner).where(runs.c.id == run_id))
+        if row is None:
+            raise unknown_run(run_id)
+        return str(row["owner"])
+
+    async def summaries(self, run_ids: Sequence[str]) -> dict[str, RecordIndex]:
+        found = await self.database.read(
+            select(run_records).where(run_records.c.run_id.in_(run_ids))
+        )
+        return {row["run_id"]: from_row(RecordIndex, row) for row in found}
+
+    async def curves(
+        self, run_id: str, names: Collection[str] | None, points: int
+    ) -> dict[str, Curve]:
+        """Return curves of at most `points` points, by name. None: all names."""
+
+        def read() -> dict[str, Curve]:
+            found = self.cache.curves(run_id, names)
+            most = max(min(points, _MOST_POINTS // max(len(found), 1)), 2)
+            return {name: downsampled(curve, most) for name, curve in found.items()}
+
+        return await self._in_thread(read)
+
+    async def server_rows(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
+        """Return the server's rows behind a place, and the place behind them. A long record comes
+        in several pieces."""
+        folder = record_folder(self.data_dir, run_id)
+        return await self._in_thread(_server_rows, folder, after)
+
+    async def rollouts(
+        self,
+        run_id: str,
+        step: int | None,
+        order: Order = "given",
+        search: str = "",
+        limit: int = 50,
+        offset: int = 0,
+    ) -> RolloutPage:
+        """Return a page of a step's rollouts, of the newest step by default."""
+        steps = await self._rollout_steps(run_id)
+        if step is None:
+            step = steps[-1].step if steps else None
+        this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.step == step)
+        found = await self.database.read(
+            select(rollout_batches)
+            .where(this, rollout_batches.c.count > 0)
+            .order_by(rollout_batches.c.file, rollout_batches.c.offset)
+        )
+        batches = sorted(
+            (from_row(RolloutBatch, row) for row in found), key=lambda batch: batch.place
+        )
+        folder = record_folder(self.data_dir, run_id)
+        page, count = await self._in_thread(
+            read_page, folder, batches, order=order, search=search, limit=limit, offset=offset
+        )
+        return RolloutPage(steps=steps, step=step, rollouts=page, total_count=count)
+
+    async def _rollout_steps(self, run_id: str, step: int | None = None) -> list[RolloutStep]:
+        """Return the newest steps with rollouts in order, or one step."""
+        table = rollout_batches.c
+        wanted = (table.run_id == run_id) & (table.count > 0)
+        if step is not None:
+            wanted &= table.step == step
+        rows = await self.database.read(
+            select(
+                table.step,
+                func.sum(table.count).label("count"),
+                func.min(table.reward_min).label("reward_min"),
+                (
+                    func.sum(table.reward_mean * table.rated)
+                    / func.nullif(func.sum(table.rated), 0)
+                ).label("reward_mean"),
+                func.max(table.reward_max).label("reward_max"),
+            )
+            .where(wanted)
+            .group_by(table.step)
+            .order_by(table.step.desc())
+            .limit(_STEPS)
+        )
+        return [from_row(RolloutStep, row, count=int(row["count"])) for row in reversed(rows)]
+
+    async def _in_thread(
+        self,
+        work: Callable[Parameters, Result],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> Result:
+        """Raises `StorageFailed` for an `OSError`."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, lambda: work(*args, **kwargs))
+        except OSError as error:
+            self._log.error("record_failed", reason=describe(error))
+            raise typed(error) from error
+
+
+_Lines = tuple[list[MetricsRow], list[bytes], dict[str, float | str], str]
+
+
+def _lines(rows: Sequence[MetricsRow], index: RecordIndex, now: float) -> _Lines:
+    """Return the rows, their lines, and the newest values by name."""
+    lines, last = [], {}
+    for row in rows:
+        line, values = _line(row, "tandem", now)
+        lines.append(line)
+        last.update(values)
+    return list(rows), lines, last, ""
+
+
+def _user_lines(rows: Sequence[MetricsRow], index: RecordIndex, now: float) -> _Lines:
+    """Return the rows within the limits as `_lines` does, and why others are dropped."""
+    kept: list[MetricsRow] = []
+    lines: list[bytes] = []
+    last: dict[str, float | str] = {}
+    why = ""
+    names = len(index.last)
+    for row in rows:
+        line, values = _line(row, "user", now)
+        new = [name for name in values if name not in index.last and name not in last]
+        if len(values) > MAX_NAMES:
+            why = f"a row has {len(values)} names, {MAX_NAMES} at most"
+        elif len(line) > MAX_ROW:
+            why = f"a row has {len(line)} bytes as JSON, {MAX_ROW} at most"
+        elif any(len(name) > _MAX_NAME or name.startswith(SERVER) for name in values):
+            why = f"a name has more than {_MAX_NAME} characters, or begins with {SERVER}"
+        elif names + len(new) > _MAX_NAMES_IN_ALL:
+            why = f"the run has {names} names, {_MAX_NAMES_IN_ALL} at most"
+        else:
+            kept.append(row)
+            lines.append(line)
+            last.update(values)
+            names += len(new)
+    return kept, lines, last, why
+
+
+def _line(row: MetricsRow, source: Source, now: float) -> tuple[bytes, dict[str, float | str]]:
+    values = {name: as_json(value) for name, value in row.values.items()}
+    at = row.at if row.at is not None else now
+    line = {"step": row.step, "at": at, "source": source, "values": values}
+    return orjson.dumps(line) + b"\n", values
+
+
+def _rollout_lines(
+    rollouts: Sequence[Rollout], step: int, batch: str, now: float
+) -> list[tuple[bytes, float | None]]:
+    return lines_of(rollouts, step=step, batch=batch, at=now)
+
+
+def _server_rows(folder: Path, after: Place) -> tuple[list[MetricsRow], Place]:
+    found: list[MetricsRow] = []
+    end = after
+    for lines, place in read_lines(folder, "metrics", after, most_bytes=_SERVER_BYTES):
+        end = place
+        for line in lines:
+            if b'"source":"tandem"' in line:
+                row = orjson.loads(line)
+                if row["source"] == "tandem":
+                    found.append(MetricsRow(row["step"], row["values"], row["at"]))
+        if len(found) >= _SERVER_ROWS:
+            break
+    return found, end
