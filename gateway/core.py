@@ -21,7 +21,7 @@ from gateway.owners.auth.bootstrap import take_bootstrap_key
 from gateway.owners.auth.identity import Identity
 from gateway.owners.auth.keys import KeyStore, check_listening
 from gateway.owners.auth.page_sessions import PageSessions
-from gateway.owners.budgets import Budgets
+from gateway.owners.budgets import OwnerBudgets
 from gateway.owners.counted_lines import CountedLines
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.queries import SessionQueries
@@ -161,7 +161,7 @@ class Gateway:
         )
         self.session_queries = SessionQueries(database=database, key=signing_key)
         self.run_records = RunRecords(database=database)
-        self.budgets = Budgets(database=database, limits=self.limits)
+        self.budgets = OwnerBudgets(database=database, limits=self.limits)
         self.usage = UsageMeter(database=database, budgets=self.budgets)
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.timelines = Timelines()

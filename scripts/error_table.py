@@ -91,7 +91,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "another owner's, or its result is no longer kept; send it again",
     errors.UnknownKey: "there is no key 'k-3fa2'; `tandem keys list` shows them",
     errors.UnknownGroup: "there is no group 'trian'; known: train, sample-1",
-    errors.UnknownOwner: "there is no owner 'anm'; `tandem owners list` shows them",
+    errors.UnknownOwner: "there is no owner 'anm'; `tandem owners list` shows them. The first key "
+    "of an owner makes it known (`tandem keys create --owner NAME`)",
     UnknownEndpoint: "this server does not answer GET /models; /v1/models is there",
     errors.AddressForged: "the download address was not signed here, or was altered; ask for a new "
     "one with get_external_weights_urls",

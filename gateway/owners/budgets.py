@@ -26,7 +26,7 @@ OWN_LIMITS = ("sessions", "runs", "samplers", "checkpoint_bytes")
 
 
 @dataclass(frozen=True)
-class Used:
+class BudgetUse:
     device_seconds: float = 0.0
     tokens: int = 0
 
@@ -50,7 +50,7 @@ class OwnerLimits:
     def has_budget(self) -> bool:
         return self.device_seconds is not None or self.tokens is not None
 
-    def why_exhausted(self, used: Used) -> BudgetExhausted | None:
+    def why_exhausted(self, used: BudgetUse) -> BudgetExhausted | None:
         spent = []
         if self.device_seconds is not None and used.device_seconds >= self.device_seconds:
             spent.append(
@@ -66,7 +66,7 @@ class OwnerLimits:
         )
 
 
-class Budgets:
+class OwnerBudgets:
     """`on_exhausted` gets the owner of a used-up budget, perhaps several times."""
 
     def __init__(self, *, database: Database, limits: Quotas) -> None:
@@ -74,7 +74,7 @@ class Budgets:
         self._quotas = limits
         self._put = database.insert_or_replace(owner_limits)
         self._owners: dict[str, OwnerLimits] = {}
-        self._used: dict[str, Used] = {}
+        self._used: dict[str, BudgetUse] = {}
         limits.budgeted = self._used.keys()
         self._changing = asyncio.Lock()
         self.on_exhausted: Callable[[str], None] = lambda owner: None
@@ -85,10 +85,10 @@ class Budgets:
         found = [from_row(OwnerLimits, row) for row in rows]
         totals = await self._totals(each.owner for each in found if each.has_budget)
         for each in found:
-            total = totals.get(each.owner, Used())
+            total = totals.get(each.owner, BudgetUse())
             self._set(
                 each,
-                Used(
+                BudgetUse(
                     max(0.0, total.device_seconds - each.device_seconds_before),
                     max(0, total.tokens - each.tokens_before),
                 ),
@@ -97,20 +97,22 @@ class Budgets:
     def names(self) -> set[str]:
         return set(self._owners)
 
-    def get(self, owner: str) -> OwnerLimits:
+    def limits_of(self, owner: str) -> OwnerLimits:
         return self._owners.get(owner) or OwnerLimits(owner)
 
     def has_budget(self, owner: str) -> bool:
         return owner in self._used
 
-    def used(self, owner: str) -> Used:
+    def used(self, owner: str) -> BudgetUse:
         """Return the use that counts toward the budget."""
-        return self._used.get(owner, Used())
+        return self._used.get(owner, BudgetUse())
 
     def note_use(self, owner: str, *, device_seconds: float, tokens: int) -> None:
         used = self._used.get(owner)
         if used is not None:
-            self._used[owner] = Used(used.device_seconds + device_seconds, used.tokens + tokens)
+            self._used[owner] = BudgetUse(
+                used.device_seconds + device_seconds, used.tokens + tokens
+            )
             self._look_at(owner)
 
     async def change(
@@ -121,7 +123,7 @@ class Budgets:
         A new budget counts from now on, also an old one with `anew`. Write unwritten usage first.
         Raises `StorageFailed`."""
         async with self._changing:
-            old = self.get(owner)
+            old = self.limits_of(owner)
             limits = {name: changes.get(name, old.limits.get(name)) for name in OWN_LIMITS}
             tokens = changes.get("tokens", old.tokens)
             new = replace(
@@ -133,8 +135,8 @@ class Budgets:
             used = self.used(owner)
             if new.has_budget and (anew or not old.has_budget):
                 await self._database.flush()
-                total = (await self._totals([owner])).get(owner, Used())
-                used = Used()
+                total = (await self._totals([owner])).get(owner, BudgetUse())
+                used = BudgetUse()
                 new = replace(
                     new,
                     since=time.time(),
@@ -146,7 +148,7 @@ class Budgets:
         self._log.info("owner_limits", **vars(new))
         return new
 
-    def _set(self, new: OwnerLimits, used: Used) -> None:
+    def _set(self, new: OwnerLimits, used: BudgetUse) -> None:
         owner = new.owner
         self._owners[owner] = new
         self._quotas.own[owner] = new.limits
@@ -156,14 +158,14 @@ class Budgets:
         self._look_at(owner)
 
     def _look_at(self, owner: str) -> None:
-        error = self.get(owner).why_exhausted(self.used(owner))
+        error = self.limits_of(owner).why_exhausted(self.used(owner))
         if error is None:
             self._quotas.exhausted.pop(owner, None)
         else:
             self._quotas.exhausted[owner] = error
             self.on_exhausted(owner)
 
-    async def _totals(self, owners: Iterable[str]) -> dict[str, Used]:
+    async def _totals(self, owners: Iterable[str]) -> dict[str, BudgetUse]:
         tokens = usage.c.input_tokens - usage.c.cached_tokens + usage.c.output_tokens
         rows = await self._database.read(
             select(
@@ -174,4 +176,4 @@ class Budgets:
             .where(usage.c.owner.in_(list(owners)))
             .group_by(usage.c.owner)
         )
-        return {row["owner"]: Used(float(row["seconds"]), int(row["tokens"])) for row in rows}
+        return {row["owner"]: BudgetUse(float(row["seconds"]), int(row["tokens"])) for row in rows}

@@ -12,7 +12,7 @@ from sqlalchemy import RowMapping, Update, select, update
 
 from gateway.identifiers import CheckpointPath
 from gateway.runs.operations import Call, Operation, RunBroken, SaveWeights
-from gateway.runs.run import LAST_SEQ_ID, Ending, Run
+from gateway.runs.run import LAST_SEQ_ID, Run, RunEnding
 from gateway.runs.runner import OperationRunner
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer import RunTrainer
@@ -26,7 +26,7 @@ _PREFIX = "stopped"
 _DISCARD, _SAVE = "discard", "save"
 
 
-def decision(run: Run, ending: Ending) -> Update:
+def decision(run: Run, ending: RunEnding) -> Update:
     """Return the statement that writes a decision into the row of a run."""
     return (
         update(runs)
@@ -39,14 +39,14 @@ def decision(run: Run, ending: Ending) -> Update:
     )
 
 
-def ending_of(row: RowMapping) -> Ending | None:
+def ending_of(row: RowMapping) -> RunEnding | None:
     """Return an earlier gateway's decision about an active run, if any."""
     if not row["ending"]:
         return None
-    return Ending(from_type(row["error_type"], row["reason"]), discard=row["ending"] == _DISCARD)
+    return RunEnding(from_type(row["error_type"], row["reason"]), discard=row["ending"] == _DISCARD)
 
 
-async def left_to_do(database: Database, row: RowMapping, ending: Ending) -> TandemError | None:
+async def left_to_do(database: Database, row: RowMapping, ending: RunEnding) -> TandemError | None:
     """Return the error with which a run of an earlier gateway ends at once, or None if its trainer
     has to save a checkpoint first."""
     wanted = operations.c.seq_id.in_([0, LAST_SEQ_ID])

@@ -16,7 +16,7 @@ from sqlalchemy import update
 from gateway.checkpoints.collector import GarbageCollector
 from gateway.runs.ending import decision, finish, without_checkpoint
 from gateway.runs.operations import Call, RunBroken
-from gateway.runs.run import Ending, Run
+from gateway.runs.run import Run, RunEnding
 from gateway.runs.runner import OperationRunner
 from gateway.runs.stopping import Stop, save_runs
 from gateway.runs.tools import RunTools
@@ -59,13 +59,13 @@ class RunLifecycle:
         if run.ending is not None:
             self._carry_out_end(run)
 
-    def end_as_planned(self, run: Run, ending: Ending) -> None:
+    def end_as_planned(self, run: Run, ending: RunEnding) -> None:
         """Decide that a run ends. Idempotent. A later decision to discard is the only other one
         that counts."""
         decided = run.ending
         if run.error is not None or (decided and (decided.discard or not ending.discard)):
             return
-        run.ending = ending if decided is None else Ending(decided.error, discard=True)
+        run.ending = ending if decided is None else RunEnding(decided.error, discard=True)
         self._journal.database.write_soon(decision(run, run.ending))
         self._log.info("run_ending", run_id=run.id, type=ending.error.type, discard=ending.discard)
         unfinished = run.creation is not None and not run.creation.future.ended

@@ -27,7 +27,7 @@ from gateway.runs.operations import Kind, LoadWeights, Operation
 from gateway.runs.record.identity import identity_of
 from gateway.runs.recovery.replay_log import recovery_of
 from gateway.runs.recovery.resumption import RunResumption
-from gateway.runs.run import Ending, Run
+from gateway.runs.run import Run, RunEnding
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.data_directory import relative_path
@@ -156,7 +156,7 @@ class RunRegistry:
                 f"the run has reached its tandem.deadline ({run.options.deadline})"
             )
         if error is not None and run.why_over is None:
-            self.lifecycle.end_as_planned(run, Ending(error))
+            self.lifecycle.end_as_planned(run, RunEnding(error))
 
     def _dispatcher(self, owner: str) -> Dispatcher:
         """A budget is overrun by one operation at most, so none is sent ahead."""

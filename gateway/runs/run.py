@@ -23,7 +23,7 @@ RunState = Literal["starting", "ready", "ended"]
 
 
 @dataclass(frozen=True)
-class Ending:
+class RunEnding:
     """The decision to end a run. `error` fails its queued and later operations. Without `discard`,
     the trainer saves a checkpoint first."""
 
@@ -57,7 +57,7 @@ class Run(HostedRun):
     creation: Operation | None = None
     life: asyncio.Task[None] | None = None
     stopping: asyncio.Task[None] | None = None
-    ending: Ending | None = None
+    ending: RunEnding | None = None
     end_asked: asyncio.Event = field(default_factory=asyncio.Event)
     deadline: float | None = None
     finishing: asyncio.Task[None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from tandem.cli.context import (
+    ConfigFile,
     DataDir,
     JsonFlag,
     call,
@@ -25,6 +27,7 @@ from tandem.cli.context import (
     say_aside,
 )
 from tandem.cli.tables import Column, byte_size, show_table
+from tandem.settings.config_file import apply_config_file
 from tandem.settings.gateway import without_password
 from tandem.settings.variables import settings_by_name
 from tandem.stack import read_endpoint
@@ -32,12 +35,14 @@ from tandem.stack import read_endpoint
 
 @dataclass(frozen=True)
 class _Setting:
-    """A setting's variable with its value and default as JSON, and its meaning, "" if unknown."""
+    """A setting's variable with its value and default as JSON. Meaning and source are "" if
+    unknown."""
 
     name: str
     value: Any
     default: Any
     meaning: str
+    source: str
 
 
 def config(
@@ -48,24 +53,33 @@ def config(
         Path | None,
         typer.Option(metavar="MODEL", help="Instead: what pods of this model's folder request."),
     ] = None,
+    config_file: ConfigFile = None,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Print the settings of the running gateway, without secrets.
 
     If no gateway runs here, they are those of this environment. Another owner's key may not read
-    them: it takes an admin's.
+    them: it takes an admin's. With --config, they are those with which `tandem up --config` would
+    start here, each with its source.
 
     Example: tandem config --changed"""
     if resources is not None:
         _show_resources(resources, as_json=as_json)
         return
-    values = _values(data_dir)
-    found = list(_settings(values))
+    if config_file is None:
+        values, sources = _values(data_dir), {}
+    else:
+        sources = dict.fromkeys(os.environ, "the environment")
+        for name, each in apply_config_file(config_file, os.environ).items():
+            sources[name] = f"{config_file}, line {each.line}"
+        values = _of_environment()
+    found = list(_settings(values, sources))
     if not changed:
         end_if_json(as_json, values)
         for setting in found:
-            say(f"{setting.name}={_as_variable(setting.value)}")
+            source = f"  # {setting.source}" if setting.source else ""
+            say(f"{setting.name}={_as_variable(setting.value)}{source}")
         return
     found = [setting for setting in found if setting.value != setting.default]
     end_if_json(as_json, {"settings": [vars(setting) for setting in found]})
@@ -73,7 +87,8 @@ def config(
         say("Every setting has its default.")
     for setting in found:
         default = _as_variable(setting.default) or "nothing"
-        say(f"{setting.name}={_as_variable(setting.value)}")
+        source = f"  # {setting.source}" if setting.source else ""
+        say(f"{setting.name}={_as_variable(setting.value)}{source}")
         say(f"    {setting.meaning} Default: {default}.".replace("  ", " "))
 
 
@@ -82,13 +97,17 @@ def _values(data_dir: Path | None) -> dict[str, Any]:
     if remote_url(data_dir) or read_endpoint(resolve_data_dir(data_dir)) is not None:
         values: dict[str, Any] = call(data_dir, "GET", "config")
         return values
+    say_aside("No gateway runs here. These are the settings of this environment.")
+    return _of_environment()
+
+
+def _of_environment() -> dict[str, Any]:
     settings = read_settings()
     settings.database_url = without_password(settings.database_url)
-    say_aside("No gateway runs here. These are the settings of this environment.")
     return settings.model_dump(mode="json")
 
 
-def _settings(values: dict[str, Any]) -> Iterator[_Setting]:
+def _settings(values: dict[str, Any], sources: dict[str, str]) -> Iterator[_Setting]:
     known = dict(settings_by_name())
     for key, value in values.items():
         name = f"TANDEM_{key.upper()}"
@@ -102,6 +121,7 @@ def _settings(values: dict[str, Any]) -> Iterator[_Setting]:
                 value=its_value,
                 default=None if default is PydanticUndefined else to_jsonable_python(default),
                 meaning=field.description or "",
+                source=sources.get(variable, ""),
             )
 
 

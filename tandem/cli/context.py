@@ -82,6 +82,11 @@ DataDir = Annotated[
 ]
 
 
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="A settings file in TOML.")
+]
+
+
 def fail(sentence: str, what: str = "error") -> None:
     err.print(f"[red]{what}:[/] {escape(sentence)}", soft_wrap=True)
 

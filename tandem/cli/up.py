@@ -19,6 +19,7 @@ import typer
 from tandem.agent.environment import inherited
 from tandem.agent.host import this_host
 from tandem.cli.context import (
+    ConfigFile,
     DataDir,
     JsonFlag,
     fail,
@@ -30,6 +31,7 @@ from tandem.cli.context import (
 from tandem.protocol.http_host import is_loopback
 from tandem.protocol.own_machine import follows_proxy
 from tandem.protocol.sign_in_code import make_code
+from tandem.settings.config_file import apply_config_file, why_exposed
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Stack
 from tandem.stack.host_summary import describe_found
@@ -48,6 +50,7 @@ def up(
         list[str] | None,
         typer.Option("--model", metavar="NAME=PATH", help="A base model; may be repeated."),
     ] = None,
+    config: ConfigFile = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Start the gateway and its agent.
@@ -55,8 +58,15 @@ def up(
     Prints a URL and a key. Ctrl-C saves the runs and stops everything. A second Ctrl-C stops at
     once.
 
+    Options win over the environment, and that over a settings file.
+
     Example: tandem up --port 8000 --model tiny=./models/tiny"""
     models = [parse_model(text) for text in model or []]
+    warn = partial(fail, what="warning")
+    if config is not None:
+        apply_config_file(config, os.environ)
+        if sentence := why_exposed(config):
+            warn(sentence)
     directory = resolve_data_dir(data_dir)
     signal.signal(signal.SIGTERM, interrupt)
     settings: dict[str, str] = {}
@@ -66,7 +76,6 @@ def up(
         settings["port"] = str(port)
     if models:
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
-    warn = partial(fail, what="warning")
     with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
         try:
             _announce(stack, warn, as_json=as_json)

@@ -10,7 +10,7 @@ from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tandem.runs import own_run
-from gateway.runs.run import Ending
+from gateway.runs.run import RunEnding
 from tandem.errors import RunStopped, UnknownRun
 
 LONG_POLL = 2.0
@@ -52,7 +52,7 @@ async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> Stoppe
     if (run := gateway.runs.get(run_id)) is not None:
         already = run.why_over is not None
         error = RunStopped(f"{access.caller.owner} has stopped the run")
-        gateway.runs.lifecycle.end_as_planned(run, Ending(error, discard=body.discard))
+        gateway.runs.lifecycle.end_as_planned(run, RunEnding(error, discard=body.discard))
         await gateway.database.flush()
         await gateway.runs.lifecycle.wait_for_ends([run], timeout=LONG_POLL)
     found = await own_run(run_id, access)

@@ -128,7 +128,7 @@ async def _stored(access: Access) -> Counter[str]:
 
 def _described(access: Access, name: str, stored: Counter[str]) -> OwnerInfo:
     gateway = access.gateway
-    limits, used = gateway.budgets.get(name), gateway.budgets.used(name)
+    limits, used = gateway.budgets.limits_of(name), gateway.budgets.used(name)
     runs = [run for run in gateway.runs.all() if run.owner == name and run.state != "ended"]
     samplers = [each for each in gateway.samplers.all() if each.owner == name]
     budget = None

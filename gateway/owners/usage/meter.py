@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from operator import add
 from typing import Literal
 
-from gateway.owners.budgets import Budgets
+from gateway.owners.budgets import OwnerBudgets
 from gateway.owners.usage.sampled_versions import RememberedVersions
 from gateway.owners.usage.time_shares import Timelines
 from gateway.storage.database import Database
@@ -66,7 +66,7 @@ class UsageMeter:
         self,
         *,
         database: Database,
-        budgets: Budgets | None = None,
+        budgets: OwnerBudgets | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._database = database
