@@ -19,11 +19,11 @@ from tandem.cli.context import (
     JsonFlag,
     call,
     end_if_json,
-    id_in_url,
     new_commands,
     say,
 )
-from tandem.cli.tables import Column, moment, show_table
+from tandem.cli.run_names import run_in_url
+from tandem.cli.tables import Column, moment, say_rest, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
 from tandem.protocol.own_machine import http_client
 from tandem.weights.model_files import ties_head
@@ -33,6 +33,7 @@ app = new_commands("Checkpoints: list, delete and export.")
 Rows = list[dict[str, Any]]
 
 _PREFIX = "tinker://"
+_PAGE = 1000
 _BLOCK_BYTES = 2**20
 _MERGE_TIMEOUT = 3600
 _PATH = typer.Argument(help="Such as tinker://RUN/sampler_weights/NAME.")
@@ -44,11 +45,19 @@ def list_checkpoints(
         str | None, typer.Option("--run", help="Only those of this training run.")
     ] = None,
     limit: Annotated[int, typer.Option("--limit", min=1, help="At most this many.")] = 50,
+    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List checkpoints, newest first."""
-    rows = _newest(data_dir, limit) if run is None else _of_run(data_dir, run)[-limit:][::-1]
+    """List checkpoints, newest first.
+
+    Example: tandem checkpoints list --run my-run"""
+    most = None if every else limit
+    if run is None:
+        rows, total = _newest(data_dir, most)
+    else:
+        of_run = _of_run(data_dir, run)[::-1]
+        rows, total = of_run[:most], len(of_run)
     end_if_json(as_json, {"checkpoints": rows})
     show_table(
         [
@@ -70,6 +79,7 @@ def list_checkpoints(
         ],
         empty="No checkpoints.",
     )
+    say_rest(len(rows), total, "checkpoints")
 
 
 @app.command("delete")
@@ -153,18 +163,21 @@ def export(
         say(f"Note: {note}.")
 
 
-def _newest(data_dir: Path | None, limit: int) -> Rows:
+def _newest(data_dir: Path | None, most: int | None) -> tuple[Rows, int]:
+    """Return the newest checkpoints, `None` for all of them, and how many there are."""
     rows: Rows = []
     while True:
-        where = f"checkpoints?limit={limit - len(rows)}&offset={len(rows)}"
+        page = _PAGE if most is None else min(_PAGE, most - len(rows))
+        where = f"checkpoints?limit={page}&offset={len(rows)}"
         answer = call(data_dir, "GET", where, api=TINKER_API)
         rows += answer["checkpoints"]
-        if not answer["checkpoints"] or len(rows) >= min(limit, answer["cursor"]["total_count"]):
-            return rows
+        total = int(answer["cursor"]["total_count"])
+        if not answer["checkpoints"] or len(rows) >= min(total, most or total):
+            return rows, total
 
 
 def _of_run(data_dir: Path | None, run: str) -> Rows:
-    where = f"training_runs/{id_in_url(run)}/checkpoints"
+    where = f"training_runs/{run_in_url(data_dir, run)}/checkpoints"
     rows: Rows = call(data_dir, "GET", where, api=TINKER_API)["checkpoints"]
     return rows
 

@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, out, say
-from tandem.cli.tables import Column, byte_size, duration, show_table
+from tandem.cli.tables import Column, byte_size, duration, id_column, show_table
 
 app = new_commands("Device groups: list them, drain one.")
 
@@ -47,6 +47,7 @@ _WORKERS = (
     Column("used", right=True),
     Column("reason", wrap=24),
 )
+_ANOTHERS = "(another owner's)"
 _HOLDING = (
     "starting",
     "awake",
@@ -191,7 +192,7 @@ def _show_workers(answer: Row) -> None:
             worker["position"] or "",
             duration(worker["seconds"]),
             duration(worker["expected_seconds"]),
-            worker["worker"] or "(another owner's)",
+            f"{worker['worker'] or _ANOTHERS} {worker['name']}".strip(),
             worker["owner"],
             worker["kind"],
             duration(worker["device_seconds"]),
@@ -200,4 +201,8 @@ def _show_workers(answer: Row) -> None:
         for group in answer["groups"]
         for worker in group["workers"]
     ]
-    show_table(_WORKERS, rows, empty="No workers.")
+    keys = [
+        worker["worker"] or _ANOTHERS for group in answer["groups"] for worker in group["workers"]
+    ]
+    columns = [id_column("worker", keys) if each.heading == "worker" else each for each in _WORKERS]
+    show_table(columns, rows, empty="No workers.")

@@ -23,7 +23,6 @@ from tandem.cli import (
     models,
     observe,
     owners,
-    run_stop,
     runs,
     scale,
     sessions,
@@ -55,7 +54,6 @@ app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(owners.app, name="owners")
-runs.app.command("stop")(run_stop.stop)
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(sessions.app, name="sessions")

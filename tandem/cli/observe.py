@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from statistics import median
+from typing import Any
 
 from tandem import __version__
 from tandem.cli.context import (
@@ -19,7 +20,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
-from tandem.cli.tables import Column, show_table
+from tandem.cli.tables import Column, id_column, show_table
 
 _TABLES: dict[str, tuple[Column, ...]] = {
     "sessions": (
@@ -70,12 +71,20 @@ def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     for number, (name, columns) in enumerate(_TABLES.items()):
         if number:
             say("")
-        rows = answer.get(name, [])
-        for row in rows:
-            if isinstance(operation := row.get("operation"), dict):
-                row["operation"] = operation["says"]
+        rows = [_as_shown(row) for row in answer.get(name, [])]
+        if name == "runs":
+            columns = (id_column("id", [row["id"] for row in answer[name]]), *columns[1:])
         cells = [[row.get(column.heading) for column in columns] for row in rows]
         show_table(columns, cells, title=f"{name}:", empty=f"No {name}.")
+
+
+def _as_shown(row: dict[str, Any]) -> dict[str, Any]:
+    shown = dict(row)
+    if isinstance(operation := row.get("operation"), dict):
+        shown["operation"] = operation["says"]
+    if row.get("name"):
+        shown["id"] = f"{row['id']} {row['name']}"
+    return shown
 
 
 def ping(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:

@@ -29,7 +29,7 @@ def run_id(data_dir: Path | None, given: str) -> str:
     """Return the run's id. Raises `UnknownRun`, or `UserError` with the candidates."""
     if is_run_id(given):
         return given
-    if "/" in given:
+    if "://" in given:
         raise UserError(
             f"{given!r} is not a run's name, nor an id such as s-0123456789ab:train:0; "
             "`tandem runs list` shows both"

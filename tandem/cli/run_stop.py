@@ -6,16 +6,14 @@ from typing import Annotated
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, id_in_url, say, say_aside
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say, say_aside
+from tandem.cli.run_names import RunArgument, run_in_url
 
 _TIMEOUT = 60.0
 
 
 def stop(
-    run: Annotated[
-        str,
-        typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them."),
-    ],
+    run: RunArgument,
     discard: Annotated[
         bool, typer.Option("--discard", help="Save no checkpoint, and do not wait for one.")
     ] = False,
@@ -27,8 +25,8 @@ def stop(
     The running operation ends. Queued ones fail with run_stopped. Then the trainer saves the
     checkpoint stopped-STEP. Ctrl-C ends only the waiting, and the run still stops.
 
-    Example: tandem runs stop s-0123456789ab:train:0"""
-    path, body = f"runs/{id_in_url(run)}/stop", {"discard": discard}
+    Example: tandem runs stop my-run"""
+    path, body = f"runs/{run_in_url(data_dir, run)}/stop", {"discard": discard}
     answer = call(data_dir, "POST", path, body=body, timeout=_TIMEOUT)
     already = answer["already"]
     told = False

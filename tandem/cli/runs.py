@@ -1,217 +1,139 @@
-"""`tandem runs`: list training runs, and show the metrics of their optimizer steps."""
+"""`tandem runs`: list runs, and set their names, tags and configurations.
+
+`run_show` shows one, `run_compare` several, and `run_stop` ends one."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from itertools import pairwise
+from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlencode
 
+import orjson
 import typer
 
-from tandem.cli.context import (
-    DataDir,
-    JsonFlag,
-    call,
-    end_if_json,
-    id_in_url,
-    new_commands,
-    say,
-)
-from tandem.cli.tables import Column, moment, show_table
+from tandem.cli import run_compare, run_show, run_stop
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, say
+from tandem.cli.run_names import RunArgument, run_in_url
+from tandem.cli.run_values import Row, done, main_value, step_of
+from tandem.cli.tables import Column, moment, say_rest, show_table
+from tandem.errors import UserError
 
-app = new_commands("Training runs: list them, show their steps.")
+app = new_commands("Training runs: list them, show their steps, compare, name and stop them.")
 
-_RUN = typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them.")
-_WIDTH, _HEIGHT = 60, 6
-_CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
-_BARS = " ▁▂▃▄▅▆▇█"
-
-Row = dict[str, Any]
+_PAGE = 1000
 
 
 @app.command("list")
 def list_runs(
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="At most this many.")] = 20,
+    name: Annotated[str, typer.Option("--name", help="Only names with this part.")] = "",
+    tag: Annotated[str, typer.Option("--tag", help="Only with this tag.")] = "",
+    state: Annotated[str, typer.Option("--state", help="Only active or ended ones.")] = "",
+    owner: Annotated[str, typer.Option("--owner", help="Only this owner's.")] = "",
+    limit: Annotated[int, typer.Option("--limit", min=1, help="At most this many.")] = 20,
+    every: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """List training runs, newest first, including ended ones."""
-    answer = call(data_dir, "GET", f"runs?limit={limit}")
-    end_if_json(as_json, answer)
-    runs = answer["runs"]
+    """List training runs, newest first, including ended ones.
+
+    Example: tandem runs list --tag grpo --state active"""
+    given = {"name": name, "tag": tag, "state": state, "owner": owner}
+    filters = {key: value for key, value in given.items() if value}
+    runs, total = _pages(data_dir, filters, most=None if every else limit)
+    end_if_json(as_json, {"runs": runs, "total_count": total})
     show_table(
         [
+            Column("name", wrap=10),
             Column("id"),
             Column("state"),
             Column("step", right=True),
-            Column("loss", right=True),
+            Column("newest", wrap=11),
+            Column("done", wrap=5),
             Column("created", wrap=10),
-            Column("base_model"),
+            Column("tags", wrap=10),
             Column("owner"),
+            Column("base_model"),
         ],
         [
             (
+                run["name"],
                 run["id"],
                 run["state"],
-                last["step"] if (last := run["last_step"]) else 0,
-                _number(_metric(last, "loss")) if last else "",
+                step_of(run),
+                main_value(run),
+                done(run),
                 moment(run["created_at"]),
-                run["base_model"],
+                ", ".join(run["tags"]),
                 run["owner"],
+                run["base_model"],
             )
             for run in runs
         ],
-        empty="No runs.",
+        empty="No such runs." if filters else "No runs.",
     )
-    if (total := answer["total_count"]) > len(runs):
-        say(f"The newest {len(runs)} of {total} (--limit shows more)")
+    say_rest(len(runs), total, "runs")
 
 
-@app.command("show")
-def show(
-    run: Annotated[str, _RUN],
-    last: Annotated[
-        int, typer.Option("--last", "-n", min=1, max=1000, help="How many of the newest steps.")
-    ] = 1000,
+@app.command("set")
+def set_run(
+    run: RunArgument,
+    name: Annotated[str | None, typer.Option("--name", help='A new name; "" removes it.')] = None,
+    tags: Annotated[
+        str | None, typer.Option("--tags", help='All tags, with commas; "" removes them.')
+    ] = None,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            "--config", metavar="JSON|@FILE", help='A new configuration; "null" removes it.'
+        ),
+    ] = None,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Show a run with charts, its newest steps, and where their time went.
+    """Name a run, or set its tags or configuration, also after its end.
 
-    Example: tandem runs show s-0123456789ab:train:0 --last 100"""
-    path = f"runs/{id_in_url(run)}/steps?limit={last}"
-    answer = call(data_dir, "GET", path)
+    Example: tandem runs set s-0123456789ab:train:0 --name warm-up --tags grpo,8b"""
+    changes: dict[str, object] = {}
+    if name is not None:
+        changes["name"] = name
+    if tags is not None:
+        changes["tags"] = [tag.strip() for tag in tags.split(",") if tag.strip()]
+    if config is not None:
+        changes["config"] = _read_config(config)
+    if not changes:
+        raise UserError("there is nothing to set; give --name, --tags or --config")
+    answer = call(data_dir, "PATCH", f"runs/{run_in_url(data_dir, run)}", body=changes)
     end_if_json(as_json, answer)
-    about, steps = answer["run"], answer["steps"]
-    kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
-    say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
-    if (ranks := about["ranks"]) > 1:
-        say(_layout(ranks, replicas=about["replicas"], together=about["tensor_parallel"]))
-    ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
-    say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
-    if about["reason"]:
-        say(about["reason"])
-    if engines := answer["engines"]:
-        leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
-        say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")
-    if weights := answer["weights"]:
-        say(_weights(weights))
-    if memory := answer["memory"]:
-        say(_memory(memory))
-    if not steps:
-        say("No optimizer steps.")
-        return
-    first, final = steps[0]["step"], steps[-1]["step"]
-    if shares := _time_shares(steps):
-        say(shares)
-    named = {name: [_metric(step, name) for step in steps] for name in _CHARTED}
-    shown = {name: values for name, values in named.items() if any(v is not None for v in values)}
-    for name, values in shown.items():
-        known = [value for value in values if value is not None]
-        say(f"\n{name}, steps {first} to {final}: {_number(known[0])} → {_number(known[-1])}")
-        say(chart(known))
-    say("")
-    show_table(
-        [
-            Column("step", right=True),
-            *(Column(name, right=True) for name in shown),
-            Column("tokens", right=True),
-            Column("seconds", right=True),
-            Column("weight_version"),
-        ],
-        [
-            (
-                step["step"],
-                *(_number(_metric(step, name)) for name in shown),
-                step["tokens"],
-                f"{step['seconds']:.2f}",
-                step["weight_version"].rpartition("/")[2],
-            )
-            for step in steps[-10:]
-        ],
-    )
+    say(f"{answer['id']} has a new {' and a new '.join(changes)}.")
 
 
-def _layout(ranks: int, *, replicas: int, together: int) -> str:
-    """Example: "8 ranks: 2 copies of the model, each on 4 ranks, 2 of which compute the same
-    datums"."""
-    copies = f"{replicas} copies of the model, each" if replicas > 1 else "one copy of the model"
-    of_copy = ranks // replicas
-    same = f", {together} of which compute the same datums" if together > 1 else ""
-    return f"{ranks} ranks: {copies} on {of_copy} rank{'s'[: of_copy - 1]}{same}"
+app.command("show")(run_show.show)
+app.command("compare")(run_compare.compare)
+app.command("stop")(run_stop.stop)
 
 
-def _weights(weights: Row) -> str:
-    """Example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is a delta
-    of v000002-9f2c41d0"."""
-    deltas = f"deltas are {'on' if weights['deltas'] else 'off'}"
-    if (last := weights["published"]) is None:
-        return deltas
-    text = f"{deltas}; the last version has {_mib(last['bytes'])} MiB"
-    if not (whole := last["delta_of"].rpartition("/")[2]):
-        return text
-    written = _mib(last["written_bytes"])
-    return f"{text}, of which {written} were written: it is a delta of {whole}"
+def _pages(
+    data_dir: Path | None, filters: dict[str, str], *, most: int | None
+) -> tuple[list[Row], int]:
+    """Return the newest runs, `None` for all of them, and how many there are."""
+    runs: list[Row] = []
+    while True:
+        page = _PAGE if most is None else min(_PAGE, most - len(runs))
+        query = urlencode({**filters, "limit": page, "offset": len(runs)})
+        answer = call(data_dir, "GET", f"runs?{query}")
+        runs += answer["runs"]
+        total = int(answer["total_count"])
+        if not answer["runs"] or len(runs) >= min(total, most or total):
+            return runs, total
 
 
-def _memory(plan: Row) -> str:
-    """Return a trainer's needed and available memory, largest parts first."""
-    blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
-    lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
-    for place in ("device", "host"):
-        if parts := plan[place]:
-            sizes = sorted(parts.items(), key=lambda part: -part[1])
-            needed, available = sum(parts.values()), plan[f"{place}_available"]
-            lines.append(
-                f"  {place}: {_mib(needed)} of {_mib(available)} MiB ("
-                f"{', '.join(f'{name} {_mib(size)}' for name, size in sizes)})"
-            )
-    return "\n".join(lines)
-
-
-def _mib(size: int) -> int:
-    return round(size / 2**20)
-
-
-def chart(values: Sequence[float]) -> str:
-    """Return a bar chart between labels of the largest and smallest value. A bar may be a mean of
-    neighbours."""
-    count = min(_WIDTH, len(values))
-    bounds = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
-    low, high = min(means), max(means)
-    top, eighths = len(_BARS) - 1, _HEIGHT * (len(_BARS) - 1)
-    levels = [
-        max(1, round((mean - low) / (high - low) * eighths)) if high > low else eighths // 2
-        for mean in means
-    ]
-    labels = [_number(high), *[""] * (_HEIGHT - 2), _number(low)]
-    width = max(9, *map(len, labels))
-    return "\n".join(
-        f"{label:>{width}} │"
-        + "".join(_BARS[min(top, max(0, level - top * (_HEIGHT - 1 - row)))] for level in levels)
-        for row, label in enumerate(labels)
-    )
-
-
-def _time_shares(steps: Sequence[Row]) -> str:
-    """Example: "where the time went: samples 61 %, compute 30 %, client 9 %"."""
-    sums: Counter[str] = Counter()
-    for step in steps:
-        for name, value in step["metrics"].items():
-            if name.startswith("seconds/") and value:
-                sums[name.removeprefix("seconds/")] += value
-    whole = sums.pop("step", 0.0)
-    shares = [(name, round(100 * value / whole)) for name, value in sums.most_common()]
-    found = ", ".join(f"{name} {share} %" for name, share in shares if share)
-    return f"where the time went: {found}" if found else ""
-
-
-def _metric(step: Row, name: str) -> float | None:
-    metrics: dict[str, float | None] = step["metrics"]
-    return metrics.get(name)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+def _read_config(given: str) -> Any:
+    """Return the configuration of a JSON text, or of a file after `@`. Raises `UserError`."""
+    text = Path(given[1:]).read_text(encoding="utf-8") if given.startswith("@") else given
+    try:
+        config = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise UserError(f"--config is not JSON: {error}") from error
+    if config is not None and not isinstance(config, dict):
+        raise UserError('--config is not an object, such as {"total_steps": 100}')
+    return config

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, id_in_url, say
+from tandem.cli.run_names import run_in_url
 
 _ANSWER = 60.0
 """Seconds added to the wait for places."""
@@ -15,7 +16,7 @@ _ANSWER = 60.0
 def scale(
     target: Annotated[
         str,
-        typer.Argument(help="A run, a sampling session, or a session, as `tandem status` has it."),
+        typer.Argument(help="A run (id or name), a sampling session, or a session."),
     ],
     replicas: Annotated[
         int, typer.Option("--replicas", "-n", min=1, max=64, help="How many engines.")
@@ -31,10 +32,15 @@ def scale(
     Sampling continues meanwhile.
 
     Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60"""
+    # Ids of sessions and sampling sessions begin like those of runs.
+    if target.startswith("s-") or "/" in target:
+        path = id_in_url(target)
+    else:
+        path = run_in_url(data_dir, target)
     answer = call(
         data_dir,
         "PUT",
-        f"samplers/{id_in_url(target)}/replicas",
+        f"samplers/{path}/replicas",
         body={"replicas": replicas, "wait": wait},
         timeout=wait + _ANSWER,
     )

@@ -31,6 +31,11 @@ class Column:
     right: bool = False
 
 
+def id_column(heading: str, ids: Sequence[str]) -> Column:
+    """Return a column for cells such as `ID NAME`. A terminal may put the name below the id."""
+    return Column(heading, wrap=max(map(len, ids), default=1))
+
+
 def show_table(
     columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str = "", empty: str = ""
 ) -> None:

@@ -9,9 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, id_in_url, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
 from tandem.cli.keys import parse_duration
-from tandem.cli.tables import Column, byte_size, count, duration, show_table
+from tandem.cli.run_names import run_in_url
+from tandem.cli.tables import Column, byte_size, count, duration, id_column, show_table
 
 _AMOUNTS = (
     Column("trained", right=True),
@@ -32,7 +33,7 @@ def usage(
     run: Annotated[
         str, typer.Option("--run", help="Show one run: seconds, processors, devices, memory.")
     ] = "",
-    limit: Annotated[int, typer.Option("--limit", min=1, max=10_000, help="Runs, at most.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=9_999, help="Runs, at most.")] = 50,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -47,7 +48,9 @@ def usage(
         _show_run(data_dir, run, as_json=as_json)
         return
     start = time.time() - parse_duration(since) if since else 0
-    answer = call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit}")
+    answer = call(data_dir, "GET", f"usage?since={max(0.0, start):.0f}&limit={limit + 1}")
+    more = len(answer["runs"]) > limit
+    answer["runs"] = answer["runs"][:limit]
     end_if_json(as_json, answer)
     if not answer["owners"]:
         say("Nothing was used.")
@@ -59,14 +62,26 @@ def usage(
     )
     say("")
     show_table(
-        [Column("run"), Column("owner"), *_AMOUNTS, Column("model")],
         [
-            (row["run_id"], row["owner"], *_amounts(row), row["base_model"])
+            id_column("run", [row["run_id"] for row in answer["runs"]]),
+            Column("owner"),
+            *_AMOUNTS,
+            Column("model"),
+        ],
+        [
+            (
+                f"{row['run_id']} {row['name']}".strip(),
+                row["owner"],
+                *_amounts(row),
+                row["base_model"],
+            )
             for row in answer["runs"]
         ],
         title="runs, with samples from their weights:",
         empty="No runs.",
     )
+    if more:
+        say(f"The first {limit} runs (--limit shows more)")
 
 
 def _amounts(row: dict[str, Any]) -> tuple[str, ...]:
@@ -82,7 +97,7 @@ def _amounts(row: dict[str, Any]) -> tuple[str, ...]:
 
 def _show_run(data_dir: Path | None, run: str, *, as_json: bool) -> None:
     """Print the use of one run. A hyphen is an unknown value."""
-    answer = call(data_dir, "GET", f"runs/{id_in_url(run)}/usage")
+    answer = call(data_dir, "GET", f"runs/{run_in_url(data_dir, run)}/usage")
     end_if_json(as_json, answer)
     parts = {name: answer[name] for name in ("trainer", "sampler") if answer[name]}
     show_table(

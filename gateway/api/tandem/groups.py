@@ -4,6 +4,8 @@ Another owner's worker shows only its state and position."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
@@ -20,11 +22,13 @@ class GroupWorker(Answer):
     falling_asleep, asleep, waking, stopping, lost (nothing answers), waiting, or absent (a place
     without a process). `position` is its turn in the queue, from 1, or 0 if it does not wait.
     `seconds` is how long it has had the devices, or has waited. `expected_seconds` estimates the
-    rest of the wait from recent switches. Another owner's worker shows only state and position."""
+    rest of the wait from recent switches. `name` is the run's. Another owner's worker shows only
+    state and position."""
 
     state: str
     position: int
     worker: str
+    name: str
     kind: str
     owner: str
     session_id: str
@@ -96,7 +100,7 @@ async def list_groups(access: AccessDep) -> GroupList:
     budget, used = overview.budgets.host_bytes, overview.host_bytes_in_use
     memory = HostMemoryUse(budget_bytes=budget, used_bytes=used)
     return GroupList(
-        groups=[_described(group, access) for group in gateway.groups()],
+        groups=[await _described(group, access) for group in gateway.groups()],
         memory=memory if caller.role == "admin" else None,
         queue=[_applicant(each, caller) for each in applicants(overview)],
     )
@@ -124,22 +128,24 @@ async def _drain(name: str, access: Access, *, drained: bool) -> GroupOccupancy:
     if name not in groups:
         raise UnknownGroup(f"there is no group {name[:100]!r}; known: {', '.join(groups)}")
     await access.gateway.supervisor.drain(name, drained=drained)
-    return _described(groups[name], access)
+    return await _described(groups[name], access)
 
 
-def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
+async def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
     caller, supervisor = access.caller, access.gateway.supervisor
     overview, roster = supervisor.overview(), supervisor.roster
     found = standings(overview, overview.groups[group.name])
     seen = [each.bytes for each in found if caller.may_see(each.row.owner)]
     drained = overview.groups[group.name].drained
+    keys = [each.row.key for each in found]  # of trainers, the ids of runs
+    names = await access.gateway.run_records.names(keys)
     return GroupOccupancy(
         name=group.name,
         host=group.host if caller.role == "admin" else "",
         devices=list(group.devices),
         roles=group.roles,
         awake=group.awake,
-        workers=[_worker(each, caller) for each in found],
+        workers=[_worker(each, caller, names) for each in found],
         most_workers=group.workers,
         placed=len(found),
         drained=drained,
@@ -152,12 +158,13 @@ def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
     )
 
 
-def _worker(standing: Standing, caller: Caller) -> GroupWorker:
+def _worker(standing: Standing, caller: Caller, names: Mapping[str, str]) -> GroupWorker:
     row, demand, used = standing.row, standing.demand, standing.bytes
     found = GroupWorker(
         state=standing.state,
         position=standing.position,
         worker=row.key,
+        name=names.get(row.key, ""),
         kind=row.kind,
         owner=row.owner,
         session_id=row.session,

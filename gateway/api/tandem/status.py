@@ -65,6 +65,7 @@ class RunStatus(Answer):
     the largest micro-batch, which shrinks after running out of memory."""
 
     id: str
+    name: str
     session_id: str
     base_model: str
     state: str
@@ -186,7 +187,8 @@ async def status(access: AccessDep) -> Status:
     def seen_version(name: str) -> bool:
         return name.startswith("base/") or seen(name.partition(":")[0])
 
-    of_mine = [run.host.worker for run in gateway.runs.all() if run.session_id in mine]
+    seen_runs = [run for run in gateway.runs.all() if run.session_id in mine]
+    of_mine = [run.host.worker for run in seen_runs]
     engines = [
         (sampler, engine)
         for sampler in gateway.samplers.all()
@@ -195,6 +197,7 @@ async def status(access: AccessDep) -> Status:
     ]
     of_mine += [engine.worker for _, engine in engines]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
+    names = await gateway.run_records.names([run.id for run in seen_runs])
     return Status(
         gateway=GatewayStatus(
             version=__version__,
@@ -213,6 +216,7 @@ async def status(access: AccessDep) -> Status:
         runs=[
             RunStatus.of(
                 run,
+                name=names.get(run.id, ""),
                 base_model=run.model.name,
                 reason=run.error.message if run.error is not None else run.trouble,
                 worker=name_of(run.host.worker),
@@ -224,8 +228,7 @@ async def status(access: AccessDep) -> Status:
                 micro_batch_tokens=run.about.micro_batch_tokens,
                 weight_version=run.parent,
             )
-            for run in gateway.runs.all()
-            if run.session_id in mine
+            for run in seen_runs
         ],
         samplers=[
             SamplerStatus.of(

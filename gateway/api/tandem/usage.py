@@ -33,6 +33,7 @@ class RunUsage(OwnerUsage):
     """`owner` trained the run or sampled from its weights."""
 
     run_id: str
+    name: str
     base_model: str
 
 
@@ -111,6 +112,8 @@ async def usage_summary(
     owners, runs = await access.gateway.usage_reports.summary(
         access.caller, since=since, max_runs=limit
     )
+    names = await access.gateway.run_records.names([used.run_id for used in runs])
     return UsageSummary(
-        owners=[OwnerUsage.of(used) for used in owners], runs=[RunUsage.of(used) for used in runs]
+        owners=[OwnerUsage.of(used) for used in owners],
+        runs=[RunUsage.of(used, name=names.get(used.run_id, "")) for used in runs],
     )

@@ -195,6 +195,14 @@ class RunRecords:
             for row in rows
         ]
 
+    async def names(self, run_ids: Sequence[str]) -> dict[str, str]:
+        """Return the names of those runs that have one."""
+        await self.database.flush()
+        rows = await self.database.read(
+            select(runs.c.id, runs.c.name).where(runs.c.id.in_(run_ids), runs.c.name.is_not(None))
+        )
+        return {row["id"]: row["name"] for row in rows}
+
     async def _newest_checkpoints(
         self, run_ids: Sequence[str]
     ) -> dict[tuple[str, str], Checkpoint]:

@@ -97,8 +97,8 @@ def test_a_metric_that_is_not_finite_is_recorded_as_no_number(gate, training):
 
 def test_the_commands_list_and_show_runs_with_charts(trained, command):
     listed = command("list")
-    row = next(line for line in listed.splitlines() if line.startswith(trained))
-    assert row.split()[1:4] == ["active", "3", "0.6667"]
+    row = next(line for line in listed.splitlines() if trained in line)
+    assert row.split()[:5] == [trained, "active", "3", "loss", "0.6667"]
     shown = command("show", trained)
     assert f"{trained}: tiny, all parameters, owner local" in shown
     assert "\nloss, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown

@@ -53,9 +53,9 @@ USED = {
     "checkpoint_bytes": 123_456_789,
 }
 ANSWERS = {
-    "usage?since=0&limit=50": {
+    "usage?since=0&limit=51": {
         "owners": [USED],
-        "runs": [{**USED, "run_id": RUN, "base_model": "Qwen/Qwen3-8B"}],
+        "runs": [{**USED, "run_id": RUN, "name": "warm-up", "base_model": "Qwen/Qwen3-8B"}],
     },
     "status": {
         "warnings": [],
@@ -76,6 +76,7 @@ ANSWERS = {
         "runs": [
             {
                 "id": RUN,
+                "name": "warm-up",
                 "state": "ended",
                 "base_model": "Qwen/Qwen3-8B",
                 "step": 12,

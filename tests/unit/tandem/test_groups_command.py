@@ -16,6 +16,7 @@ WORKER = {
     "state": "waiting",
     "position": 2,
     "worker": "s-0123456789ab:train:0",
+    "name": "warm-up",
     "kind": "trainer",
     "owner": "ann",
     "session_id": "s-0123456789ab",

@@ -1,0 +1,269 @@
+"""`tandem runs show`: one run with its record, its charts and its newest steps."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import urlencode
+
+import orjson
+import typer
+
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say, say_aside
+from tandem.cli.run_charts import bar_chart, number, points_of
+from tandem.cli.run_names import RunArgument, run_in_url
+from tandem.cli.run_values import SERVER, Row, done, flat, full_name, main_metric
+from tandem.cli.tables import Column, moment, printable, show_table
+from tandem.errors import ServerError, UserError
+
+_CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
+_NEWEST_STEPS = 10
+_POLL_SECONDS = 1.0
+_MOST_POINTS = 100_000
+
+
+def show(
+    run: RunArgument,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option("--metric", help="Only this metric; may be repeated."),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print further steps until the end or Ctrl-C.")
+    ] = False,
+    last: Annotated[
+        int, typer.Option("--last", "-n", min=1, max=1000, help="How many of the newest steps.")
+    ] = 1000,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show a run with its charts, its newest steps, and where their time went.
+
+    With --metric, show that curve; with --follow, also its further values.
+
+    Example: tandem runs show my-run --metric reward --follow"""
+    path = f"runs/{run_in_url(data_dir, run)}"
+    if metric or follow:
+        about = call(data_dir, "GET", path)
+        names = [full_name(name, about["last"]) for name in metric or []]
+        names = names or [name for name in (main_metric(about["last"]),) if name]
+        _show_curves(data_dir, path, names, last=last, follow=follow, as_json=as_json)
+        return
+    answer = call(data_dir, "GET", f"{path}/steps?limit={last}")
+    answer["run"] = about = call(data_dir, "GET", path)
+    end_if_json(as_json, answer)
+    _say_about(about, answer)
+    steps = answer["steps"]
+    if shares := _time_shares(steps):
+        say(shares)
+    main = main_metric(about["last"])
+    if main and not main.startswith(SERVER):
+        curve = _curves(data_dir, path, [main]).get(main)
+        _say_chart(main, points_of(curve)[-last:] if curve else [])
+    if not steps:
+        say("No optimizer steps.")
+        return
+    named = {name: [_metric(step, name) for step in steps] for name in _CHARTED}
+    shown = {name: values for name, values in named.items() if any(v is not None for v in values)}
+    for name, values in shown.items():
+        pairs = zip(steps, values, strict=True)
+        _say_chart(name, [(step["step"], value) for step, value in pairs if value is not None])
+    say("")
+    show_table(
+        [
+            Column("step", right=True),
+            *(Column(name, right=True) for name in shown),
+            Column("tokens", right=True),
+            Column("seconds", right=True),
+            Column("weight_version"),
+        ],
+        [
+            (
+                step["step"],
+                *(number(_metric(step, name)) for name in shown),
+                step["tokens"],
+                f"{step['seconds']:.2f}",
+                step["weight_version"].rpartition("/")[2],
+            )
+            for step in steps[-_NEWEST_STEPS:]
+        ],
+    )
+
+
+def _say_about(about: Row, answer: Row) -> None:
+    kind = f"LoRA of rank {about['lora_rank']}" if about["lora_rank"] else "all parameters"
+    if about["name"] or about["tags"]:
+        tags = f"  [{', '.join(about['tags'])}]" if about["tags"] else ""
+        say(printable(f"{about['name'] or '(no name)'}{tags}"))
+    say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
+    if (ranks := about["ranks"]) > 1:
+        say(_layout(ranks, replicas=about["replicas"], together=about["tensor_parallel"]))
+    ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
+    say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
+    if about["reason"]:
+        say(about["reason"])
+    if about["parent_run"]:
+        say(f"continues {about['parent_run']}")
+    if progress := about["progress"]:
+        of = f" of {progress['total_steps']}" if progress["total_steps"] else ""
+        left = f" ({done(about)})" if done(about) else ""
+        say(f"step {progress['step']}{of}{left}, updated {moment(progress['last_updated_at'])}")
+    if newest := [(name, value) for name, value in about["last"].items() if SERVER not in name]:
+        say("newest: " + ", ".join(printable(f"{name} {number(value)}") for name, value in newest))
+    if config := about["config"]:
+        say("configuration:")
+        for name, value in flat(config).items():
+            text = value if isinstance(value, str) else orjson.dumps(value).decode()
+            say(printable(f"  {name} = {text}"))
+    if engines := answer["engines"]:
+        leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
+        say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")
+    if weights := answer["weights"]:
+        say(_weights(weights))
+    if memory := answer["memory"]:
+        say(_memory(memory))
+
+
+def _say_chart(name: str, points: Sequence[tuple[int, float]]) -> None:
+    if not points:
+        return
+    (first, begin), (final, end) = points[0], points[-1]
+    say("")
+    say(printable(f"{name}, steps {first} to {final}: {number(begin)} → {number(end)}"))
+    say(bar_chart([value for _, value in points]))
+
+
+def _show_curves(
+    data_dir: Path | None,
+    path: str,
+    names: list[str],
+    *,
+    last: int,
+    follow: bool,
+    as_json: bool,
+) -> None:
+    curves = _curves(data_dir, path, names) if names else {}
+    if not follow:
+        end_if_json(as_json, {"metrics": curves})
+        if not names:
+            raise UserError("the run has no metrics yet; --follow waits for them")
+        for name in names:
+            _say_chart(name, points_of(curves[name])[-last:] if name in curves else [])
+        return
+    with suppress(KeyboardInterrupt):
+        for step, values in _follow(data_dir, path, names, last=last):
+            if as_json:
+                print(orjson.dumps({"step": step, "values": values}).decode(), flush=True)
+            else:
+                shown = (f"{name} {number(value)}" for name, value in values.items())
+                say(printable(f"step {step}  {'  '.join(shown)}"))
+
+
+def _follow(
+    data_dir: Path | None, path: str, names: list[str], *, last: int
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the newest steps, then further ones until the run ends. A restart of the gateway is
+    waited for."""
+    newest, seen, silent = -1, None, False
+    while True:
+        try:
+            about = call(data_dir, "GET", path)
+            names = names or [name for name in (main_metric(about["last"]),) if name]
+            state = (about["last"], about["progress"])
+            rows: dict[int, dict[str, Any]] = {}
+            if names and state != seen:
+                rows = _rows(_curves(data_dir, path, names), after=newest)
+            seen = state
+        except ServerError as error:
+            if not silent:
+                say_aside(f"{error.message} (waiting)")
+            silent = True
+            time.sleep(_POLL_SECONDS)
+            continue
+        silent = False
+        shown = sorted(rows)[-last:] if newest < 0 else sorted(rows)
+        yield from ((step, rows[step]) for step in shown)
+        newest = max([newest, *shown])
+        if about["state"] == "ended":
+            say_aside(f"The run has ended: {about['reason'] or about['state']}")
+            return
+        time.sleep(_POLL_SECONDS)
+
+
+def _curves(data_dir: Path | None, path: str, names: Sequence[str]) -> dict[str, Any]:
+    query = urlencode([*(("name", name) for name in names), ("points", _MOST_POINTS)])
+    metrics: dict[str, Any] = call(data_dir, "GET", f"{path}/metrics?{query}")["metrics"]
+    return metrics
+
+
+def _rows(curves: dict[str, Any], *, after: int) -> dict[int, dict[str, Any]]:
+    """Return the values of the steps after one, by step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for name, curve in curves.items():
+        for step, value in zip(curve["step"], curve["value"], strict=True):
+            if step > after:
+                rows.setdefault(step, {})[name] = value
+    return rows
+
+
+def _layout(ranks: int, *, replicas: int, together: int) -> str:
+    """Example: "8 ranks: 2 copies of the model, each on 4 ranks, 2 of which compute the same
+    datums"."""
+    copies = f"{replicas} copies of the model, each" if replicas > 1 else "one copy of the model"
+    of_copy = ranks // replicas
+    same = f", {together} of which compute the same datums" if together > 1 else ""
+    return f"{ranks} ranks: {copies} on {of_copy} rank{'s'[: of_copy - 1]}{same}"
+
+
+def _weights(weights: Row) -> str:
+    """Example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is a delta
+    of v000002-9f2c41d0"."""
+    deltas = f"deltas are {'on' if weights['deltas'] else 'off'}"
+    if (last := weights["published"]) is None:
+        return deltas
+    text = f"{deltas}; the last version has {_mib(last['bytes'])} MiB"
+    if not (whole := last["delta_of"].rpartition("/")[2]):
+        return text
+    written = _mib(last["written_bytes"])
+    return f"{text}, of which {written} were written: it is a delta of {whole}"
+
+
+def _memory(plan: Row) -> str:
+    """Return a trainer's needed and available memory, largest parts first."""
+    blocks = "checkpointed blocks" if plan["checkpointing"] else "blocks that keep all"
+    lines = [f"memory of a rank, for {plan['micro_batch_tokens']} tokens at once, with {blocks}:"]
+    for place in ("device", "host"):
+        if parts := plan[place]:
+            sizes = sorted(parts.items(), key=lambda part: -part[1])
+            needed, available = sum(parts.values()), plan[f"{place}_available"]
+            lines.append(
+                f"  {place}: {_mib(needed)} of {_mib(available)} MiB ("
+                f"{', '.join(f'{name} {_mib(size)}' for name, size in sizes)})"
+            )
+    return "\n".join(lines)
+
+
+def _mib(size: int) -> int:
+    return round(size / 2**20)
+
+
+def _time_shares(steps: Sequence[Row]) -> str:
+    """Example: "where the time went: samples 61 %, compute 30 %, client 9 %"."""
+    sums: Counter[str] = Counter()
+    for step in steps:
+        for name, value in step["metrics"].items():
+            if name.startswith("seconds/") and value:
+                sums[name.removeprefix("seconds/")] += value
+    whole = sums.pop("step", 0.0)
+    shares = [(name, round(100 * value / whole)) for name, value in sums.most_common()]
+    found = ", ".join(f"{name} {share} %" for name, share in shares if share)
+    return f"where the time went: {found}" if found else ""
+
+
+def _metric(step: Row, name: str) -> float | None:
+    metrics: dict[str, float | None] = step["metrics"]
+    return metrics.get(name)

@@ -1,0 +1,73 @@
+"""A run's record for people: its main metric, progress, times and configuration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.cli.run_charts import number
+from tandem.cli.tables import duration
+from tandem.errors import UserError
+
+Row = dict[str, Any]
+
+SERVER = "tandem/"
+"""The beginning of the names of the server's metrics."""
+_MAIN = ("reward", "loss")
+
+
+def main_metric(last: Mapping[str, object]) -> str:
+    """Return the metric that best tells how a run does, "" without any: a reward before a loss,
+    the user's before the server's, and a short name before a longer one."""
+    ranks = [
+        (rank, name.startswith(SERVER), len(name), name)
+        for name in last
+        for rank, word in enumerate(_MAIN)
+        if name.rpartition("/")[2].rpartition("_")[2] == word or word in name.split("/")
+    ]
+    if ranks:
+        return min(ranks)[-1]
+    own = sorted(name for name in last if not name.startswith(SERVER))
+    return own[0] if own else ""
+
+
+def full_name(given: str, last: Mapping[str, object]) -> str:
+    """Return a metric's name, also for a server's without `tandem/`. Raises `UserError`."""
+    for name in (given, f"{SERVER}{given}"):
+        if name in last:
+            return name
+    known = ", ".join(sorted(last)) or "none yet"
+    raise UserError(f"the run has no metric {given!r}; known: {known}")
+
+
+def main_value(run: Row) -> str:
+    """Example: `reward 0.53`."""
+    name = main_metric(run["last"])
+    return f"{name.removeprefix(SERVER)} {number(run['last'][name])}" if name else ""
+
+
+def step_of(run: Row) -> int:
+    if progress := run["progress"]:
+        return int(progress["step"])
+    return run["last_step"]["step"] if run["last_step"] else 0
+
+
+def done(run: Row) -> str:
+    """Examples: `42 %, 3 min` and ""."""
+    progress = run["progress"]
+    if not progress or progress["percent"] is None:
+        return ""
+    percent = f"{math.floor(progress['percent'])} %"
+    left = progress["eta_seconds"]
+    return f"{percent}, {duration(left)}" if left and run["state"] != "ended" else percent
+
+
+def flat(config: object, prefix: str = "") -> dict[str, object]:
+    """Return a configuration's values by dotted name: `{"optimizer.lr": 0.001}`."""
+    if not isinstance(config, dict) or (not config and prefix):
+        return {prefix: config}
+    found: dict[str, object] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return found

@@ -1,0 +1,152 @@
+"""`tandem runs` on recorded runs, from elsewhere, with the keys of an owner and of a stranger."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+import pytest
+from typer.testing import CliRunner
+
+from gateway.owners.auth.keys import NewKey
+from tandem.cli import run_show
+from tandem.cli.main import app
+from tandem.errors import PermissionDenied, UnknownRun, UserError
+from tests.support.gateway.running import Gate
+
+OWN = "/api/tandem/v1"
+Command = Callable[..., str]
+
+
+@pytest.fixture
+def keys(gate: Gate) -> dict[str, str]:
+    roles = {"ann": "member", "ben": "member", "reader": "reader"}
+    return {
+        name: gate.run(
+            gate.gateway.keys.create(NewKey(owner="ann" if name == "reader" else name, role=role))
+        )[1]
+        for name, role in roles.items()
+    }
+
+
+@pytest.fixture
+def tandem(gate: Gate, keys, tmp_path, monkeypatch) -> Command:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
+
+    def run(*arguments: str, key: str = "ann") -> str:
+        monkeypatch.setenv("TINKER_API_KEY", keys[key])
+        done = CliRunner().invoke(app, list(arguments))
+        if done.exception is not None:
+            raise done.exception
+        return done.stdout
+
+    return run
+
+
+@pytest.fixture
+def record(gate: Gate, keys) -> Callable[..., str]:
+    """Creates a run of ann's with a reward for each step. Its value is the run's id."""
+
+    def make(name: str, rewards: list[float], **config: object) -> str:
+        with gate.http(keys["ann"]) as client:
+            body = {"tags": [], "sdk_version": "test"}
+            session = client.post("/api/v1/create_session", json=body).json()["session_id"]
+            metadata = {"name": name, "tags": "grpo", "config": json.dumps(config)}
+            model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
+            made = client.post("/api/v1/create_model", json=model | {"user_metadata": metadata})
+            gate.retrieve(made.json()["request_id"])
+            add_rewards(gate, made.json()["model_id"], rewards)
+            return made.json()["model_id"]
+
+    return make
+
+
+def add_rewards(gate: Gate, run: str, rewards: list[float], first: int = 0) -> None:
+    rows = [{"step": first + at, "values": {"reward": each}} for at, each in enumerate(rewards)]
+    with gate.http() as client:
+        client.post(f"{OWN}/runs/{run}/metrics", json={"rows": rows}).raise_for_status()
+
+
+def test_named_runs_are_listed_shown_and_compared(tandem, record):
+    warm = record("warm [b]🔥[/b]", [0.0, 0.75, 0.5], total_steps=6, lr=0.1)
+    cold = record("cold", [0.0, 0.25], lr=0.01)
+    row = next(
+        line for line in tandem("runs", "list", "--tag", "grpo").splitlines() if warm in line
+    )
+    assert row.startswith("warm [b]🔥[/b]") and "reward 0.5" in row and "50 %" in row
+    assert warm not in tandem("runs", "list", "--name", "COLD")
+    assert "No such runs" in tandem("runs", "list", "--owner", "ben", key="ben")
+    shown = tandem("runs", "show", "warm [b]🔥[/b]")
+    assert "reward, steps 0 to 2: 0 → 0.5" in shown and "  lr = 0.1" in shown
+    compared = tandem("runs", "compare", warm[:14], "cold")
+    assert "0.75 (step 1)" in compared and "lr" in compared and "A" in compared
+    assert json.loads(tandem("runs", "compare", warm, cold, "--json"))["runs"][1]["name"] == "cold"
+    for command in ("status", "usage"):
+        assert tandem(command)
+    assert f"{cold} cold" in tandem("status")
+
+
+def test_a_run_is_renamed_by_its_owner_alone(tandem, record):
+    run = record("draft", [])
+    assert "has a new name and a new tags" in tandem(
+        "runs", "set", "draft", "--name", "final", "--tags", "a,b"
+    )
+    assert json.loads(tandem("runs", "list", "--tag", "b", "--json"))["runs"][0]["id"] == run
+    tandem("runs", "set", "final", "--config", '{"total_steps": 3}')
+    assert "  total_steps = 3" in tandem("runs", "show", "final")
+    with pytest.raises(PermissionDenied):
+        tandem("runs", "set", run, "--name", "x", key="reader")
+    for given in (run, "final"):
+        with pytest.raises(UnknownRun):
+            tandem("runs", "set", given, "--name", "x", key="ben")
+    with pytest.raises(UserError, match="name"):
+        tandem("runs", "set", run, "--name", "x" * 201)
+
+
+def test_two_runs_of_one_name_are_named_with_their_ids(tandem, record):
+    twins = [record("twin", []), record("twin", [])]
+    with pytest.raises(UserError, match="'twin' means 2 runs") as caught:
+        tandem("runs", "show", "twin")
+    assert all(each in caught.value.message for each in twins)
+
+
+def test_a_run_is_followed_while_it_goes_on(gate, tandem, record, monkeypatch):
+    run = record("live", [0.0, 0.1])
+    looks = iter(range(100))
+
+    def grow(_seconds: float) -> None:
+        look = next(looks)
+        if look == 2:
+            raise KeyboardInterrupt
+        adding = threading.Thread(target=add_rewards, args=(gate, run, [0.5 + look], 2 + look))
+        adding.start()
+        adding.join()
+
+    monkeypatch.setattr(run_show.time, "sleep", grow)
+    said = tandem("runs", "show", "live", "--metric", "reward", "--follow")
+    assert said.splitlines() == [
+        "step 0  reward 0",
+        "step 1  reward 0.1",
+        "step 2  reward 0.5",
+        "step 3  reward 1.5",
+    ]
+
+
+def test_a_metric_that_is_missing_is_refused_with_the_known_ones(tandem, record):
+    record("metric", [0.0])
+    with pytest.raises(UserError, match="the run has no metric 'x'; known: reward"):
+        tandem("runs", "show", "metric", "--metric", "x")
+    record("empty", [])
+    with pytest.raises(UserError, match="no metric 'x'; known: none yet"):
+        tandem("runs", "show", "empty", "--metric", "x")
+
+
+def test_a_run_is_stopped_and_its_checkpoints_listed_by_its_name(tandem, record):
+    run = record("short/lived", [])
+    assert "is stopped" in tandem("runs", "stop", "short/lived")
+    assert "ended" in tandem("runs", "list", "--state", "ended", "--name", "short")
+    assert run in tandem("checkpoints", "list", "--run", "short/lived", "--all")
+    assert "tokens: 0 trained" in tandem("usage", "--run", "short/lived")
