@@ -8,6 +8,8 @@ from itertools import pairwise
 import pytest
 from tinker import types
 
+from tests.support.waiting import wait_until
+
 OWN = "/api/tandem/v1"
 PROMPT = types.ModelInput.from_ints([1, 2, 3, 4])
 DATUM = types.Datum(
@@ -51,6 +53,15 @@ def test_the_shares_of_each_step_add_up_to_the_time_since_the_last_one(gate, tra
         wall = seconds_between(before, after)
         assert seconds_of(after)["step"] == pytest.approx(wall, rel=0.03, abs=0.02)
     assert [step["metrics"]["staleness"] for step in steps] == [0, 0, 0]
+    name = "tandem/seconds/step"
+
+    def recorded() -> dict[str, list]:
+        with gate.http() as client:
+            where = f"{OWN}/runs/{training.model_id}/metrics?name={name}"
+            return client.get(where).json()["metrics"].get(name, {"step": []})
+
+    wait_until(lambda: recorded()["step"] == [1, 2, 3])
+    assert recorded()["value"] == pytest.approx([seconds_of(step)["step"] for step in steps])
     spent = [seconds_of(step) for step in steps]
     assert spent[0]["place"] > 0, "the trainer and the engine started"
     for name in ("samples", "compute", "client"):
