@@ -29,8 +29,10 @@ from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.pages import devices, sign_in
+from gateway.api.pages import compare, devices, sign_in
+from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
+from gateway.api.pages.run_views import RunViews
 from gateway.api.routing import PathOperation, identify
 from gateway.api.tandem import (
     ends,
@@ -116,6 +118,8 @@ ROUTERS = (
     custom_losses.router,
     sign_in.router,
     runs_page.router,
+    run_page.router,
+    compare.router,
     devices.router,
 )
 """The most frequent routes first, since routes are tried in order."""
@@ -161,6 +165,7 @@ def create_app(
         async with found as gateway, Housekeeping(gateway).running():
             app.state.gateway = gateway
             app.state.inference = InferenceService(gateway)
+            app.state.run_views = RunViews(gateway)
             opened.set()
             yield
 

@@ -1,7 +1,8 @@
 """The page: HTML at `/`, beside the API, for people with a browser.
 
 `routing` has the router, the form tokens and `PageDep`. `templates` renders and serves static
-files. `sign_in` gives browsers a session. Each other module holds the routes of one page.
+files. `sign_in` gives browsers a session. `live` streams changes to open pages. `charts` draws SVG,
+and `boards` groups the curves of runs. Each other module belongs to one page.
 
 To add a page:
 

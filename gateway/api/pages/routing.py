@@ -15,6 +15,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.dependencies import Access
+from gateway.api.pages.run_views import RunViews
 from gateway.api.pages.templates import render
 from gateway.api.request_body import fault
 from gateway.api.routing import KEY_REFUSED, PathOperation, Router, identify
@@ -79,11 +80,23 @@ class PageRouter(Router):
 
 
 class Page(Access):
-    """What an operation of a page needs: the gateway, the caller, and `render`."""
+    """What an operation of a page needs: the gateway, the caller, its views, and `render`."""
+
+    @property
+    def views(self) -> RunViews:
+        return cast(RunViews, self._request.app.state.run_views)
 
     def render(self, template: str, *, status: int = 200, **data: object) -> Response:
         """Return a page. Each template also gets `caller`, `form_token` and `path`."""
         return render_for(self._request, template, status=status, **data)
+
+    def check_still_signed_in(self) -> None:
+        """Raise `Unauthenticated` after a sign-out, or after the end of the key."""
+        if token := page_token(self._request):
+            self.gateway.page_sessions.caller_of(token)
+        key = self.gateway.keys.get(self.caller.key_id)
+        if key is None or self.gateway.keys.ended(key):
+            raise Unauthenticated("the API key has ended")
 
 
 async def _page(request: Request) -> Page:

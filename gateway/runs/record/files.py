@@ -53,6 +53,14 @@ def list_segments(folder: Path, kind: Kind) -> list[Place]:
     return []
 
 
+def end_of(folder: Path, kind: Kind) -> Place:
+    """Return the place behind the last segment's bytes."""
+    segments = list_segments(folder, kind)
+    if not segments:
+        return Place()
+    return segments[-1]._replace(offset=(folder / segments[-1].file(kind)).stat().st_size)
+
+
 def read_lines(
     folder: Path, kind: Kind, start: Place, *, most_bytes: int
 ) -> Iterator[tuple[list[bytes], Place]]:

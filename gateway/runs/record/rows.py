@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from sqlalchemy import ColumnElement, RowMapping, Text, cast, func, or_, select, tuple_, update
 
@@ -17,7 +18,7 @@ from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller, Scope, visible
 from gateway.runs.record.identity import RunIdentity
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, operations, runs, training_steps
+from gateway.storage.tables import checkpoints, operations, run_records, runs, training_steps
 from tandem.errors import PLANNED_ENDS, SessionFinished
 from tandem.protocol.worker import TrainingSpec
 
@@ -110,6 +111,17 @@ _RUNS = select(
     runs, func.coalesce(_ACCEPTED_LAST, runs.c.ended_at, runs.c.created_at).label("last_request_at")
 )
 
+Sort = Literal["newest", "oldest", "name", "owner", "updated", "step"]
+_ORDERS: Mapping[Sort, Sequence[ColumnElement[Any]]] = {
+    "newest": (),
+    "oldest": (runs.c.created_at, runs.c.id),
+    "name": (func.lower(func.coalesce(runs.c.name, runs.c.id)),),
+    "owner": (runs.c.owner,),
+    "updated": (func.coalesce(run_records.c.updated_at, runs.c.created_at).desc(),),
+    "step": (func.coalesce(run_records.c.step, -1).desc(),),
+}
+_MOST_RELATIVES = 100
+
 
 @dataclass(eq=False)
 class RunRecords:
@@ -156,6 +168,7 @@ class RunRecords:
         *,
         scope: Scope,
         filters: RunFilters = RunFilters(),
+        sort: Sort = "newest",
         limit: int,
         offset: int,
     ) -> tuple[list[RunRecord], int]:
@@ -165,12 +178,28 @@ class RunRecords:
             select(func.count()).select_from(runs).where(*wanted)
         )
         rows = await self.database.read(
-            _RUNS.where(*wanted)
-            .order_by(runs.c.created_at.desc(), runs.c.id.desc())
+            _RUNS.outerjoin(run_records, run_records.c.run_id == runs.c.id)
+            .where(*wanted)
+            .order_by(*_ORDERS[sort], runs.c.created_at.desc(), runs.c.id.desc())
             .limit(limit)
             .offset(offset)
         )
         return await self._described(rows), total
+
+    async def of_ids(self, run_ids: Sequence[str], caller: Caller) -> list[RunRecord]:
+        """Return the runs of these ids that the caller owns, or all of them for an admin."""
+        seen = visible(runs.c.owner, caller, "accessible")
+        return await self._described(
+            await self.database.read(_RUNS.where(runs.c.id.in_(run_ids), seen))
+        )
+
+    async def relatives(self, run: RunRecord, caller: Caller) -> list[RunRecord]:
+        """Return the run that this one continues, and those that continue it, if the caller may see
+        them."""
+        wanted = or_(runs.c.id == run.parent_run, runs.c.parent_run == run.id)
+        seen = visible(runs.c.owner, caller, "accessible")
+        query = _RUNS.where(wanted, seen).order_by(runs.c.created_at.desc()).limit(_MOST_RELATIVES)
+        return await self._described(await self.database.read(query))
 
     async def change(self, run_id: str, identity: Mapping[str, object]) -> None:
         """Replace columns of a run's identity or its `user_metadata`."""

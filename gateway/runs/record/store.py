@@ -21,7 +21,7 @@ from sqlalchemy import func, select
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import unknown_run
 from gateway.runs.record.curves import Curve, CurveCache, as_json, downsampled
-from gateway.runs.record.files import Place, SegmentWriter, read_lines, record_folder
+from gateway.runs.record.files import Place, SegmentWriter, end_of, read_lines, record_folder
 from gateway.runs.record.progress import MetricsRow, RecordIndex
 from gateway.runs.record.rollouts import (
     Order,
@@ -291,7 +291,16 @@ class RecordStore:
         """Return the server's rows behind a place, and the place behind them. A long record comes
         in several pieces."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._in_thread(_server_rows, folder, after)
+        return await self._in_thread(_rows_after, folder, after, only_server=True)
+
+    async def rows_after(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
+        """Return all rows behind a place, as `server_rows` does."""
+        folder = record_folder(self.data_dir, run_id)
+        return await self._in_thread(_rows_after, folder, after, only_server=False)
+
+    async def end_of_metrics(self, run_id: str) -> Place:
+        """Return the place behind the rows until now."""
+        return await self._in_thread(end_of, record_folder(self.data_dir, run_id), "metrics")
 
     async def rollouts(
         self,
@@ -412,15 +421,15 @@ def _rollout_lines(
     return lines_of(rollouts, step=step, batch=batch, at=now)
 
 
-def _server_rows(folder: Path, after: Place) -> tuple[list[MetricsRow], Place]:
+def _rows_after(folder: Path, after: Place, *, only_server: bool) -> tuple[list[MetricsRow], Place]:
     found: list[MetricsRow] = []
     end = after
     for lines, place in read_lines(folder, "metrics", after, most_bytes=_SERVER_BYTES):
         end = place
         for line in lines:
-            if b'"source":"tandem"' in line:
+            if not only_server or b'"source":"tandem"' in line:
                 row = orjson.loads(line)
-                if row["source"] == "tandem":
+                if not only_server or row["source"] == "tandem":
                     found.append(MetricsRow(row["step"], row["values"], row["at"]))
         if len(found) >= _SERVER_ROWS:
             break

@@ -67,9 +67,10 @@ class World:
     def __init__(self, gate: Gate, folder: Path) -> None:
         self.gate = gate
         self.folder = folder
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(2)
         self._next_seq_id = 1
         self.run = "none yet"
+        self._second_run = ""
         self.keys = {
             "nobody": "",
             "foreign": self.new_key("ben", "member"),
@@ -104,9 +105,15 @@ class World:
         headers = dict(call.headers) | ({"X-API-Key": key} if key else {})
         # Reading the system's certificates takes longer than the request.
         with httpx.Client(base_url=self.gate.url, timeout=30, verify=False) as client:
-            answer = client.request(
+            request = client.build_request(
                 method, call.path, json=call.json, content=call.content, headers=headers
             )
+            answer = client.send(request, stream=True)
+            if answer.headers.get("content-type", "").startswith("text/event-stream"):
+                first = next(answer.iter_raw(), b"")  # it has no end
+                answer.close()
+                return httpx.Response(answer.status_code, headers=answer.headers, content=first)
+            answer.read()
         is_json = answer.headers.get("content-type") == "application/json"
         if answer.is_success and is_json and answer.content.startswith(b"{"):
             run_id, _, seq_id = str(answer.json().get("request_id", "")).rpartition(":")
@@ -125,6 +132,12 @@ class World:
         ask = Call(f"{API}/retrieve_future", {"request_id": request_id})
         wait_until(lambda: self.ask("POST", ask, key=self.keys["member"]).status_code == 200)
         return request_id
+
+    def second_run(self) -> str:
+        if not self._second_run:
+            self.done(self.post("create_model", **self.model(1)))
+            self._second_run = f"{self.session}:train:1"
+        return self._second_run
 
     def number(self) -> int:
         return next(self._numbers)
@@ -248,6 +261,14 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "sign_in": _sign_in,
     "sign_out": lambda w: _form("/sign-out", {}, {}),
     "runs_page": _get("/"),
+    "live_runs": lambda w: Call(f"/live/runs?run={w.run}"),
+    "run_page": lambda w: Call(f"/runs/{w.run}"),
+    "run_curves": lambda w: Call(f"/runs/{w.run}/curves?name=reward"),
+    "live_run": lambda w: Call(f"/runs/{w.run}/live"),
+    "compare_page": lambda w: Call(f"/compare?run={w.run}&run={w.second_run()}"),
+    "checkpoint_page": lambda w: Call(
+        w.state.replace("tinker://", "/runs/").replace("/weights/", "/files/weights/")
+    ),
     "devices_page": _get("/devices"),
     "healthz": _get(f"{API}/healthz"),
     "readyz": _get(f"{API}/readyz"),

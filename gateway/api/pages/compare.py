@@ -1,0 +1,59 @@
+"""Several runs side by side: curves in one chart for each metric, and configurations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+from fastapi import Query
+from starlette.responses import Response
+
+from gateway.api.pages.boards import POINTS, board_of
+from gateway.api.pages.charts import COLOURS
+from gateway.api.pages.routing import PageDep, PageRouter
+from gateway.api.pages.run_views import flat, own_run
+from gateway.runs.record.progress import RecordIndex
+from tandem.errors import InvalidRequest, UnknownRun
+
+router = PageRouter()
+
+
+@router.operation(
+    "GET",
+    "/compare",
+    role="reader",
+    errors=[UnknownRun, InvalidRequest],
+    rules=["Two to eight different runs."],
+)
+async def compare_page(
+    page: PageDep,
+    run: Annotated[list[str], Query(max_length=100)] = [],  # noqa: B006 - FastAPI copies it
+) -> Response:
+    """Show curves of the same names together, and the differences of the configurations."""
+    ids = list(dict.fromkeys(run))
+    if not 2 <= len(ids) <= COLOURS:
+        raise InvalidRequest(f"you chose {len(ids)} runs; choose 2 to {COLOURS} in the list")
+    found = [await own_run(page.gateway, page.caller, run_id) for run_id in ids]
+    indexes = await page.gateway.record.summaries(ids)
+    curves = [await page.views.curves(run_id, None, POINTS) for run_id in ids]
+    settings = [flat(each.identity.config) for each in found]
+    return page.render(
+        "compare.html",
+        runs=await page.views.rows(found),
+        board_groups=board_of([indexes.get(each, RecordIndex(each)) for each in ids], curves),
+        different=_table(settings, differs=True),
+        same=_table(settings, differs=False),
+    )
+
+
+def _table(
+    settings: Sequence[Mapping[str, object]], *, differs: bool
+) -> dict[str, list[object | None]]:
+    """Return the settings that differ between the runs, or the others, by name."""
+    names = sorted({name for each in settings for name in each})
+    rows = {name: [each.get(name) for each in settings] for name in names}
+    return {
+        name: values
+        for name, values in rows.items()
+        if any(value != values[0] for value in values) == differs
+    }

@@ -1,0 +1,112 @@
+"""The page of one run."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import orjson
+from fastapi import Query
+from starlette.responses import Response
+
+from gateway.api.fields import PathText
+from gateway.api.pages.boards import POINTS, board_of
+from gateway.api.pages.live import Changes, live_response
+from gateway.api.pages.routing import PageDep, PageRouter
+from gateway.api.pages.run_facts import SHARES, read_facts
+from gateway.api.pages.run_views import flat, own_run
+from gateway.api.pages.templates import fragment
+from gateway.api.request_body import JSON
+from gateway.identifiers import make_checkpoint_path
+from gateway.owners.auth.identity import Readers
+from gateway.runs.record.files import Place
+from tandem.errors import UnknownRun, UnknownWeights
+
+router = PageRouter()
+
+_PARTS = ("run_head", "run_shares", "run_saved", "run_events")
+_FULL_LOOK = 5
+"""Looks between two that read everything, while no metrics come."""
+_CHART_POINTS = 1000
+
+
+@router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
+async def run_page(run_id: PathText, page: PageDep) -> Response:
+    """Show a run with its curves."""
+    gateway = page.gateway
+    run = await own_run(gateway, page.caller, run_id)
+    cursor = await gateway.record.end_of_metrics(run_id)
+    curves = await page.views.curves(run_id, None, POINTS)
+    facts = await read_facts(gateway, page.views, run)
+    relatives = await gateway.run_records.relatives(run, page.caller)
+    return page.render(
+        "run.html",
+        facts=facts,
+        shares=SHARES,
+        board_groups=board_of([facts.index], [curves], marks=facts.marks),
+        config=flat(run.identity.config),
+        relatives=relatives,
+        usage=await gateway.run_resources.read(run_id),
+        cursor=_text(cursor),
+    )
+
+
+@router.operation("GET", "/runs/{run_id}/curves", role="reader", errors=[UnknownRun])
+async def run_curves(
+    run_id: PathText,
+    page: PageDep,
+    name: Annotated[list[str], Query(max_length=200)] = [],  # noqa: B006 - FastAPI copies it
+) -> Response:
+    """Return curves of these names for the charts."""
+    await own_run(page.gateway, page.caller, run_id)
+    found = await page.gateway.record.curves(run_id, name, _CHART_POINTS)
+    content = {name: curve.as_json() for name, curve in found.items()}
+    return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
+
+
+@router.operation("GET", "/runs/{run_id}/live", role="reader", errors=[UnknownRun])
+async def live_run(
+    run_id: PathText,
+    page: PageDep,
+    after: Annotated[str, Query(pattern="^[0-9]{1,18}-[0-9]{1,9}-[0-9]{1,18}$")] = "0-0-0",
+) -> Response:
+    """Stream the changed parts of a run's page, and the points of its curves behind a cursor."""
+    run = await own_run(page.gateway, page.caller, run_id)
+    looks, before = 0, ("", "")
+
+    async def look(cursor: str) -> Changes:
+        nonlocal run, looks, before
+        place = Place(*map(int, cursor.split("-")))
+        rows, end = await page.gateway.record.rows_after(run_id, place)
+        points: dict[str, list[tuple[int, float | str, float | None]]] = {}
+        for row in rows:
+            for name, value in row.values.items():
+                points.setdefault(name, []).append((row.step, value, row.at))
+        state, looks = page.views.state_of(run), looks + 1
+        if not rows and state == before and looks % _FULL_LOOK:
+            return Changes(cursor)
+        run, before = await own_run(page.gateway, page.caller, run_id), state
+        facts = await read_facts(page.gateway, page.views, run)
+        parts = {
+            part: fragment(f"{part}.html", facts=facts, shares=SHARES, caller=page.caller)
+            for part in _PARTS
+        }
+        return Changes(_text(end), parts, points)
+
+    return live_response(page, look, cursor=after)
+
+
+@router.operation(
+    "GET", "/runs/{run_id}/files/{kind}/{name}", role="reader", errors=[UnknownWeights]
+)
+async def checkpoint_page(
+    run_id: PathText, kind: PathText, name: PathText, page: PageDep
+) -> Response:
+    """Show a checkpoint's files with addresses for their download."""
+    path = make_checkpoint_path(run_id=run_id, kind=kind, name=name)
+    found = await page.gateway.checkpoints.get(str(path), readers=Readers((page.caller,)))
+    addresses, _ = await page.gateway.downloads.sign(path)
+    return page.render("checkpoint.html", checkpoint=found, addresses=addresses)
+
+
+def _text(place: Place) -> str:
+    return "-".join(map(str, place))

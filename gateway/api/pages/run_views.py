@@ -1,0 +1,160 @@
+"""Runs as pages show them: rows of the list, and curves that do not delay a page."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from markupsafe import Markup
+
+from gateway.api.pages.charts import sparkline
+from gateway.core import Gateway
+from gateway.identifiers import unknown_run
+from gateway.owners.auth.identity import Caller
+from gateway.runs.record.curves import Curve
+from gateway.runs.record.progress import Progress, RecordIndex
+from gateway.runs.record.rows import RunRecord
+
+Value = TypeVar("Value")
+
+PATIENCE = 0.1
+"""Seconds that a page waits for curves. Those of a long run come later, over its stream."""
+_SPARK_POINTS = 40
+_REMEMBERED = 2000
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A run in the list. `state` is a word, and `why` a sentence or "". `main` is the name and the
+    newest value of its main metric. Times are in seconds since 1970."""
+
+    id: str
+    name: str
+    owner: str
+    base_model: str
+    state: str
+    why: str
+    tags: Sequence[str]
+    progress: Progress | None
+    main: tuple[str, float | str] | None
+    spark: Markup
+    created_at: float
+    updated_at: float
+
+    @property
+    def lasts(self) -> bool:
+        return self.state not in ("ended", "failed")
+
+
+class RunViews:
+    """Remembers sparklines, and the reading of curves that took too long for a page."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._sparks: OrderedDict[str, tuple[int, Markup]] = OrderedDict()
+        self._reading: dict[str, asyncio.Task[Any]] = {}
+
+    async def rows(self, found: Sequence[RunRecord]) -> list[RunRow]:
+        indexes = await self._gateway.record.summaries([run.id for run in found])
+        sparks = await asyncio.gather(*(self._spark(run.id, indexes) for run in found))
+        return [
+            self._row(run, indexes.get(run.id, RecordIndex(run.id)), spark)
+            for run, spark in zip(found, sparks, strict=True)
+        ]
+
+    async def curves(
+        self, run_id: str, names: Sequence[str] | None, points: int
+    ) -> dict[str, Curve] | None:
+        """Return a run's curves, None if reading takes long. Then a later call finds them."""
+        reading = self._gateway.record.curves(run_id, names, points)
+        return await self._soon(f"{run_id} {names} {points}", reading)
+
+    def state_of(self, run: RunRecord) -> tuple[str, str]:
+        """Return the state of a run in a word, and why, "" if all is well."""
+        live = self._gateway.runs.get(run.id)
+        if live is None or live.state == "ended":
+            return ("failed" if run.failed else "ended"), run.reason
+        why = live.error.message if live.error is not None else live.trouble
+        if live.state == "starting":
+            return "starting", why
+        return ("waiting" if why else "running" if live.dispatcher.queued else "idle"), why
+
+    def _row(self, run: RunRecord, index: RecordIndex, spark: Markup) -> RunRow:
+        state, why = self.state_of(run)
+        main = main_metric(index.last)
+        return RunRow(
+            id=run.id,
+            name=run.identity.name or run.id,
+            owner=run.owner,
+            base_model=run.base_model,
+            state=state,
+            why=why,
+            tags=run.identity.tags or (),
+            progress=index.progress(run.identity.config),
+            main=(main, index.last[main]) if main else None,
+            spark=spark,
+            created_at=run.created_at,
+            updated_at=index.updated_at or run.last_request_at,
+        )
+
+    async def _spark(self, run_id: str, indexes: Mapping[str, RecordIndex]) -> Markup:
+        index = indexes.get(run_id)
+        name = main_metric(index.last) if index is not None else None
+        if index is None or name is None:
+            return Markup()
+        rows, drawn = self._sparks.get(run_id, (-1, Markup()))
+        if rows == index.rows:
+            return drawn
+        curves = await self.curves(run_id, [name], _SPARK_POINTS)
+        if curves is None:
+            return drawn
+        drawn = sparkline(curves[name].value.tolist()) if name in curves else Markup()
+        self._sparks[run_id] = (index.rows, drawn)
+        if len(self._sparks) > _REMEMBERED:
+            self._sparks.popitem(last=False)
+        return drawn
+
+    async def _soon(self, key: str, reading: Coroutine[Any, Any, Value]) -> Value | None:
+        """Wait for a short time. The reading then goes on, and only once for each key."""
+        if (task := self._reading.get(key)) is None:
+            task = self._reading[key] = asyncio.create_task(reading)
+            task.add_done_callback(lambda done: self._end_reading(key, done))
+        else:
+            reading.close()
+        done, _ = await asyncio.wait([task], timeout=PATIENCE)
+        return task.result() if done else None
+
+    def _end_reading(self, key: str, task: asyncio.Task[Any]) -> None:
+        del self._reading[key]
+        if not task.cancelled():
+            task.exception()  # a waiting page raises it
+
+
+def main_metric(names: Iterable[str]) -> str | None:
+    """Return the metric that tells most about a run: its reward, else its loss."""
+    rewards = [name for name in names if "reward" in name.lower()]
+    losses = [name for name in names if "loss" in name.lower()]
+    return min(rewards or losses, key=lambda name: (len(name), name), default=None)
+
+
+async def own_run(gateway: Gateway, caller: Caller, run_id: str) -> RunRecord:
+    """Return a fully visible run. Raises `UnknownRun`, also for a run of another owner with a
+    published checkpoint."""
+    run = await gateway.run_records.run(run_id, caller, scope="accessible")
+    if not caller.may_see(run.owner):
+        raise unknown_run(run_id)
+    return run
+
+
+def flat(config: Mapping[str, object] | None) -> dict[str, object]:
+    """Return the values of nested objects by dotted name."""
+    found: dict[str, object] = {}
+    for key, value in (config or {}).items():
+        if isinstance(value, Mapping) and value:
+            found |= {f"{key}.{name}": inner for name, inner in flat(value).items()}
+        else:
+            found[key] = value
+    return found
