@@ -190,6 +190,7 @@ class Gateway:
             database=database,
             data_dir=data_dir,
             checkpoints=self.checkpoints,
+            metrics=metrics,
             epoch=epoch.number,
         )
         self.versions = VersionStore(

@@ -111,6 +111,15 @@ class Metrics:
             "statistic",
             buckets=_NATS,
         )
+        self.record_rows = self._counter(
+            "record_rows", "Rows of runs' records that clients sent and that are kept.", "kind"
+        )
+        self.record_dropped = self._counter(
+            "record_dropped", "Rows that were dropped: too large, too many, or no room.", "kind"
+        )
+        for kind in ("metrics", "rollouts"):
+            self.record_rows.labels(kind)
+            self.record_dropped.labels(kind)
         self.worker_seconds = self._counter(
             "worker_seconds", "Seconds that workers waited, started and ran.", "kind", "state"
         )

@@ -20,6 +20,7 @@ from sqlalchemy import func, select
 
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import unknown_run
+from gateway.metrics import Metrics
 from gateway.runs.record.curves import Curve, CurveCache, as_json, downsampled
 from gateway.runs.record.files import Place, SegmentWriter, end_of, read_lines, record_folder
 from gateway.runs.record.progress import MetricsRow, RecordIndex
@@ -91,6 +92,7 @@ class RecordStore:
     database: Database
     data_dir: Path
     checkpoints: CheckpointCatalog
+    metrics: Metrics
     epoch: int
     most_bytes: int = MAX_RECORD
     retry: float = _RETRY
@@ -137,6 +139,7 @@ class RecordStore:
                 await self._in_thread(writing.metrics.append, b"".join(lines))
             index = index.with_rows(kept, last, by_user=by_user)
             await self._keep(writing, index, lines, dropped=len(rows) - len(kept))
+            self._count("metrics", kept=len(kept), dropped=len(rows) - len(kept))
             return Appended(len(kept), len(rows) - len(kept), why)
 
     async def append_rollouts(
@@ -177,6 +180,7 @@ class RecordStore:
             index = replace(writing.index, updated_at=now)
             index = replace(index, rollouts=index.rollouts + len(lines))
             await self._keep(writing, index, lines, dropped=dropped)
+            self._count("rollouts", kept=len(lines), dropped=dropped)
         if rewards and "reward" not in index.last:
             steps = await self._rollout_steps(run_id, step)
             mean = steps[0].reward_mean if steps else None
@@ -247,6 +251,10 @@ class RecordStore:
         index = replace(index, bytes=index.bytes + size, dropped=index.dropped + dropped)
         await self.database.write(self._put_index, asdict(index))
         writing.index = index
+
+    def _count(self, kind: Literal["metrics", "rollouts"], *, kept: int, dropped: int) -> None:
+        self.metrics.record_rows.labels(kind).inc(kept)
+        self.metrics.record_dropped.labels(kind).inc(dropped)
 
     async def _why_full(self, writing: _Writing) -> str:
         """Return why a run may write no more, or ""."""

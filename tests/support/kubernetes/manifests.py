@@ -68,6 +68,7 @@ def _plain_name(one: dict) -> str:
 def render_overlay(name: str, folder: Path) -> Rendered:
     """Render a copy of an overlay, with example files for the secrets."""
     shutil.copytree(K8S, folder / "k8s", ignore=shutil.ignore_patterns("secrets"))
+    shutil.copytree(K8S.parent / "deploy", folder / "deploy")
     overlay = folder / "k8s" / "overlays" / name
     for generator in yaml.safe_load((overlay / "kustomization.yaml").read_text())[
         "secretGenerator"

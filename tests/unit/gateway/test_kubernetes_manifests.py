@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 VERSIONS = ("1.34", "1.37")
-OF_OPERATORS = {"PodMonitor"}
+OF_OPERATORS = {"PodMonitor", "PrometheusRule"}
 """Kinds without a schema in Kubernetes."""
 JOBS = sorted((K8S / "jobs").glob("*.yaml"))
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}

@@ -28,7 +28,8 @@ def test_each_profile_has_all_services_and_shares_none_of_its_own_with_the_other
     always = {"setup", "postgres", "prometheus"}
     assert of_profile("cpu") == always | {"gateway", "trainer", "sampler"}
     assert of_profile("gpu") == always | {"gateway-gpu", "trainer-gpu", "sampler-gpu"}
-    for profile in ("cpu", "gpu"):
+    assert of_profile("grafana") == always | {"grafana"}
+    for profile in ("cpu", "gpu", "grafana"):
         for name in of_profile(profile):
             assert set(SERVICES[name].get("depends_on", {})) <= of_profile(profile)
 
@@ -52,9 +53,9 @@ def test_what_runs_on_is_looked_after(name: str):
     assert service["stop_grace_period"].endswith("s")
 
 
-def test_only_gateway_and_prometheus_are_reached_from_outside_and_at_first_from_this_machine():
+def test_only_gateway_and_monitoring_are_reached_from_outside_and_at_first_from_this_machine():
     published = {name: each["ports"] for name, each in SERVICES.items() if "ports" in each}
-    assert set(published) == {"gateway", "gateway-gpu", "prometheus"}
+    assert set(published) == {"gateway", "gateway-gpu", "prometheus", "grafana"}
     assert all(":-127.0.0.1:" in port for ports in published.values() for port in ports)
     assert FILE["networks"]["workers"] == {"internal": True}
     for name in ("trainer", "trainer-gpu", "sampler", "sampler-gpu"):
@@ -114,13 +115,14 @@ def test_the_images_of_others_are_of_one_patch_version_by_digest_and_the_same_ev
     database = (ROOT / "k8s" / "components" / "database" / "database.yaml").read_text()
     texts = [TEXT, database, *(file.read_text() for file in DOCKERFILES)]
     pinned = [PINNED.findall(text) for text in texts]
-    assert [len(found) for found in pinned] == [3, 1] + [1] * len(DOCKERFILES)
+    assert [len(found) for found in pinned] == [4, 1] + [1] * len(DOCKERFILES)
     digests = {image: digest for found in pinned for image, digest in found}
     assert {(image, digest) for found in pinned for image, digest in found} == set(digests.items())
     assert {image.partition(":")[0] for image in digests} == {
         "python",
         "postgres",
         "prom/prometheus",
+        "grafana/grafana",
     }
 
 
