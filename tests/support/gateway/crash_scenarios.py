@@ -52,6 +52,11 @@ DEADLINE = 3 * 3600.0
 """A client's limit in the life of one gateway, in virtual seconds."""
 
 
+def untimed(metrics: Mapping[str, float | None]) -> dict[str, float | None]:
+    """Return the metrics of a step without its seconds, which differ from run to run."""
+    return {name: value for name, value in metrics.items() if not name.startswith("seconds/")}
+
+
 @dataclass(frozen=True)
 class Left:
     """The results of a script after its session's end. The session is called S here."""
@@ -281,7 +286,8 @@ class Scenario:
     async def _left_of(self, client: Client, database: Database, saved: dict[str, str]) -> Left:
         of_run = training_steps.c.run_id == client.run_id
         steps = {
-            row["seq_id"]: f"step {row['step']}, {row['metrics']}, after {row['weight_version']}"
+            row["seq_id"]: f"step {row['step']}, {untimed(row['metrics'])}, after "
+            + row["weight_version"]
             for row in await database.read(select(training_steps).where(of_run))
         }
         mine = client.session_id
