@@ -62,7 +62,7 @@ class RecordSender:
         self._client = client
         self._exporters = list(exporters)
         self._warnings = warnings
-        self._cursor: object = "0"  # the beginning
+        self._cursor = "0"  # the beginning
         self._pause = self._retry_at = 0.0
         self.dropped = 0
         """Rows that the gateway did not take."""
@@ -87,14 +87,9 @@ class RecordSender:
             method, path, content = self._request(items)
         except (TypeError, RecursionError) as error:
             return self._refuse(items, InvalidRequest(f"it is no JSON: {describe(error)}"))
-        known = self._cursor if self._exporters and path.endswith("/metrics") else None
         try:
             answer = self._client.request(
-                method,
-                path,
-                params=None if known is None else {"server_after": str(known)},
-                content=content,
-                headers={"Content-Type": "application/json"},
+                method, path, content=content, headers={"Content-Type": "application/json"}
             )
             told = {} if answer.is_error else answer.json()
         except (httpx.HTTPError, ValueError) as error:
@@ -124,16 +119,14 @@ class RecordSender:
             rollouts = b",".join(encoded(each) for each in first.rollouts)
             return "POST", f"{self._path}/rollouts", b'%b,"rollouts":[%b]}' % (head, rollouts)
         rows = [_as_json(row) for row in items if isinstance(row, MetricRow)]
-        return "POST", f"{self._path}/metrics", encoded({"rows": rows})
+        after = f"?server_after={self._cursor}" if self._exporters else ""
+        return "POST", f"{self._path}/metrics{after}", encoded({"rows": rows})
 
     def _read_reply(self, told: dict[str, Any]) -> None:
         if dropped := told.get("dropped", 0):
             self.dropped += dropped
-            self._warnings.warn_once(
-                "dropped",
-                f"the gateway dropped {dropped} rows of {self._run_id}, because of a limit in "
-                "docs/tracking.md",
-            )
+            sentence = f"the gateway dropped {dropped} rows of {self._run_id}: {told.get('why')}"
+            self._warnings.warn_once("dropped", sentence)
         self._cursor = told.get("server_cursor", self._cursor)
         self._export([_server_row(row) for row in told.get("server_rows", [])])
 

@@ -107,8 +107,9 @@ class RolloutStepInfo(Answer):
 
 
 class Rollouts(Answer):
-    """`steps` are the newest 1000 steps with rollouts, in order. Each rollout has its fields and
-    its `index` in the step. `total_count` counts the matching rollouts of the step."""
+    """`steps` are the newest 1000 steps with rollouts, in order. `before` fetches earlier ones.
+    Each rollout has its fields and its `index` in the step. `total_count` counts the matching
+    rollouts of the step."""
 
     steps: list[RolloutStepInfo]
     step: int | None
@@ -206,11 +207,13 @@ async def run_rollouts(
     search: Annotated[str, Query(max_length=1000)] = "",
     limit: Annotated[Limit, Query()] = 50,
     offset: Annotated[Offset, Query()] = 0,
+    before: Annotated[Step | Omitted, Query()] = None,
 ) -> Rollouts:
-    """Return rollouts of a step, by default of the newest. `order` is `given`, `reward` or
-    `-reward`. `search` is a text in any field, in any case. A page ends early after 16 MiB."""
+    """Return rollouts of a step, by default of the newest, or of the newest before `before`.
+    `order` is `given`, `reward` or `-reward`. `search` is a text in any field, in any case. A page
+    ends early after 16 MiB."""
     await _check_owner(run_id, access)
-    page = await access.gateway.record.rollouts(run_id, step, order, search, limit, offset)
+    page = await access.gateway.record.rollouts(run_id, step, order, search, limit, offset, before)
     return Rollouts.of(page, steps=[RolloutStepInfo.of(step) for step in page.steps])
 
 

@@ -318,9 +318,10 @@ class RecordStore:
         search: str = "",
         limit: int = 50,
         offset: int = 0,
+        before: int | None = None,
     ) -> RolloutPage:
-        """Return a page of a step's rollouts, of the newest step by default."""
-        steps = await self._rollout_steps(run_id)
+        """Return a page of a step's rollouts, of the newest step (before `before`) by default."""
+        steps = await self._rollout_steps(run_id, before=before)
         if step is None:
             step = steps[-1].step if steps else None
         this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.step == step)
@@ -338,12 +339,16 @@ class RecordStore:
         )
         return RolloutPage(steps=steps, step=step, rollouts=page, total_count=count)
 
-    async def _rollout_steps(self, run_id: str, step: int | None = None) -> list[RolloutStep]:
-        """Return the newest steps with rollouts in order, or one step."""
+    async def _rollout_steps(
+        self, run_id: str, step: int | None = None, *, before: int | None = None
+    ) -> list[RolloutStep]:
+        """Return the newest steps with rollouts in order, those before a step, or one step."""
         table = rollout_batches.c
         wanted = (table.run_id == run_id) & (table.count > 0)
         if step is not None:
             wanted &= table.step == step
+        if before is not None:
+            wanted &= table.step < before
         rows = await self.database.read(
             select(
                 table.step,

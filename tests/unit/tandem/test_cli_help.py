@@ -40,7 +40,7 @@ def test_every_command_that_answers_can_answer_with_json():
         for path in paths
         if not any("--json" in parameter.opts for parameter in command_at(path).params)
     ]
-    assert without == [("agent",), ("demo",)]
+    assert without == [("agent",), ("demo",), ("runs", "export")]
 
 
 def test_the_help_of_a_run_shows_an_id_as_it_is():

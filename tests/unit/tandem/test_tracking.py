@@ -259,11 +259,11 @@ def test_a_full_buffer_drops_its_oldest_rows_with_one_warning(start, gateway, wa
 
 
 def test_rows_that_the_gateway_dropped_are_counted(start, gateway, warnings):
-    gateway.answer = lambda body: httpx.Response(200, json={"dropped": 2})
+    gateway.answer = lambda body: httpx.Response(200, json={"dropped": 2, "why": "full"})
     run = start()
     run.log(1, {"reward": 1.0})
     assert run.flush() and run.dropped == 2
-    assert "dropped 2 rows" in warnings()[0]
+    assert "dropped 2 rows" in warnings()[0] and "full" in warnings()[0]
 
 
 def test_large_rollouts_travel_in_several_batches(start, gateway):
@@ -318,7 +318,8 @@ def test_an_exporter_gets_the_users_rows_and_each_of_the_servers_rows_once(start
         known = int(path.partition("server_after=")[2] or 0)
         after.append(known)
         new = server[known:][:2]
-        return httpx.Response(200, json={"server_rows": new, "server_cursor": known + len(new)})
+        cursor = str(known + len(new))
+        return httpx.Response(200, json={"server_rows": new, "server_cursor": cursor})
 
     gateway.answer = answer
     kept = Kept()
