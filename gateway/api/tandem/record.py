@@ -18,7 +18,7 @@ from gateway.api.routing import Router
 from gateway.identifiers import unknown_run
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.files import Place
-from gateway.runs.record.progress import MetricsRow
+from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.rollouts import Order
 from tandem.errors import StorageFailed, StorageFull, UnknownRun
 

@@ -103,20 +103,17 @@ class SegmentWriter:
         place = self._place or self._next_segment()
         self._place = None
         path = self.folder / place.file(self.kind)
-        fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
+        with path.open("ab", buffering=0) as stream:
             try:
                 written = 0
                 while written < len(content):
-                    written += os.write(fd, memoryview(content)[written:])
-                os.fdatasync(fd)
+                    written += stream.write(memoryview(content)[written:])
+                os.fsync(stream.fileno())
             except OSError:
-                os.ftruncate(fd, place.offset)
+                stream.truncate(place.offset)
                 if place.offset == 0:  # so that repeated failures leave no files
                     path.unlink()
                 raise
-        finally:
-            os.close(fd)
         if place.offset == 0:
             fsync_path(self.folder)
         if place.offset + len(content) < _SEGMENT_BYTES:

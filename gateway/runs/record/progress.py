@@ -6,17 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from gateway.runs.record.metrics import MetricsRow
+
 _SMOOTHING = 0.2
 """The weight of the newest step in `pace`."""
-
-
-@dataclass(frozen=True)
-class MetricsRow:
-    """Values by name of a step. `at` is in seconds since 1970, None for the arrival."""
-
-    step: int
-    values: Mapping[str, float]
-    at: float | None = None
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class RolloutPage:
     total_count: int
 
 
-def lines_of(
+def lines_of_rollouts(
     rollouts: Sequence[Rollout], *, step: int, batch: str, at: float
 ) -> list[tuple[bytes, float | None]]:
     """Return each rollout's line and its finite reward, without too large ones. Numbers that are

@@ -13,24 +13,32 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-import orjson
 from sqlalchemy import func, select
 
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import unknown_run
 from gateway.metrics import Metrics
-from gateway.runs.record.curves import Curve, CurveCache, as_json, downsampled
-from gateway.runs.record.files import Place, SegmentWriter, end_of, read_lines, record_folder
-from gateway.runs.record.progress import MetricsRow, RecordIndex
+from gateway.runs.record.curves import Curve, CurveCache, downsampled
+from gateway.runs.record.files import Kind, Place, SegmentWriter, end_of, record_folder
+from gateway.runs.record.metrics import (
+    SERVER,
+    MetricsRow,
+    RowLines,
+    Source,
+    lines_of_server,
+    lines_of_user,
+    read_rows,
+)
+from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rollouts import (
     Order,
     Rollout,
     RolloutBatch,
     RolloutPage,
     RolloutStep,
-    lines_of,
+    lines_of_rollouts,
     read_page,
 )
 from gateway.storage.database import Database, from_row
@@ -39,15 +47,8 @@ from gateway.storage.tables import rollout_batches, run_records, runs
 from tandem.errors import LimitExceeded, StorageFailed, describe
 from tandem.telemetry import get_log
 
-Source = Literal["user", "tandem"]
-SERVER = "tandem/"
-"""The prefix of the server's metrics."""
-
-MAX_NAMES, MAX_ROW, MAX_RECORD = 200, 64 * 2**10, 2 * 2**30
-"""Names and bytes of a row of metrics, and bytes of a run's record."""
-_MAX_NAME, _MAX_NAMES_IN_ALL = 200, 1000
-_SERVER_ROWS, _SERVER_BYTES = 1000, 4 * 2**20
-"""Most server rows in an answer, and most bytes read for them."""
+MAX_RECORD = 2 * 2**30
+"""Bytes of a run's record."""
 _PENDING = 1000
 """Server rows of a run that wait for a failing disk."""
 _RETRY = 5.0
@@ -131,16 +132,17 @@ class RecordStore:
             now, by_user = time.time(), source == "user"
             index = replace(writing.index, updated_at=now)
             full = await self._why_full(writing) if by_user and rows else ""
-            encode = _user_lines if by_user else _lines
-            kept, lines, last, why = await self._in_thread(encode, rows, index, now)
+            encode = lines_of_user if by_user else lines_of_server
+            found = await self._in_thread(encode, rows, index.last, now)
             if full:
-                kept, lines, last, why = [], [], {}, full
-            if lines:
-                await self._in_thread(writing.metrics.append, b"".join(lines))
-            index = index.with_rows(kept, last, by_user=by_user)
-            await self._keep(writing, index, lines, dropped=len(rows) - len(kept))
-            self._count("metrics", kept=len(kept), dropped=len(rows) - len(kept))
-            return Appended(len(kept), len(rows) - len(kept), why)
+                found = RowLines(why=full)
+            if found.lines:
+                await self._in_thread(writing.metrics.append, b"".join(found.lines))
+            index = index.with_rows(found.rows, found.last, by_user=by_user)
+            dropped = len(rows) - len(found.rows)
+            await self._keep(writing, index, found.lines, dropped=dropped)
+            self._count("metrics", kept=len(found.rows), dropped=dropped)
+            return Appended(len(found.rows), dropped, found.why)
 
     async def append_rollouts(
         self, run_id: str, batch: str, step: int, rollouts: Sequence[Rollout]
@@ -154,7 +156,13 @@ class RecordStore:
                 return Appended(known["count"], max(len(rollouts) - known["count"], 0))
             now = time.time()
             why = await self._why_full(writing)
-            found = [] if why else await self._in_thread(_rollout_lines, rollouts, step, batch, now)
+            found = (
+                []
+                if why
+                else await self._in_thread(
+                    lines_of_rollouts, rollouts, step=step, batch=batch, at=now
+                )
+            )
             dropped = len(rollouts) - len(found)
             if dropped and not why:
                 why = "a rollout has more than 1 MiB as JSON"
@@ -252,7 +260,7 @@ class RecordStore:
         await self.database.write(self._put_index, asdict(index))
         writing.index = index
 
-    def _count(self, kind: Literal["metrics", "rollouts"], *, kept: int, dropped: int) -> None:
+    def _count(self, kind: Kind, *, kept: int, dropped: int) -> None:
         self.metrics.record_rows.labels(kind).inc(kept)
         self.metrics.record_dropped.labels(kind).inc(dropped)
 
@@ -296,15 +304,14 @@ class RecordStore:
         return await self._in_thread(read)
 
     async def server_rows(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
-        """Return the server's rows behind a place, and the place behind them. A long record comes
-        in several pieces."""
+        """Return the server's rows behind a place, as `read_rows` does."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._in_thread(_rows_after, folder, after, only_server=True)
+        return await self._in_thread(read_rows, folder, after, only_server=True)
 
     async def rows_after(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
-        """Return all rows behind a place, as `server_rows` does."""
+        """Return all rows behind a place, as `read_rows` does."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._in_thread(_rows_after, folder, after, only_server=False)
+        return await self._in_thread(read_rows, folder, after, only_server=False)
 
     async def end_of_metrics(self, run_id: str) -> Place:
         """Return the place behind the rows until now."""
@@ -380,70 +387,3 @@ class RecordStore:
         except OSError as error:
             self._log.error("record_failed", reason=describe(error))
             raise typed(error) from error
-
-
-_Lines = tuple[list[MetricsRow], list[bytes], dict[str, float | str], str]
-
-
-def _lines(rows: Sequence[MetricsRow], index: RecordIndex, now: float) -> _Lines:
-    """Return the rows, their lines, and the newest values by name."""
-    lines, last = [], {}
-    for row in rows:
-        line, values = _line(row, "tandem", now)
-        lines.append(line)
-        last.update(values)
-    return list(rows), lines, last, ""
-
-
-def _user_lines(rows: Sequence[MetricsRow], index: RecordIndex, now: float) -> _Lines:
-    """Return the rows within the limits as `_lines` does, and why others are dropped."""
-    kept: list[MetricsRow] = []
-    lines: list[bytes] = []
-    last: dict[str, float | str] = {}
-    why = ""
-    names = len(index.last)
-    for row in rows:
-        line, values = _line(row, "user", now)
-        new = [name for name in values if name not in index.last and name not in last]
-        if len(values) > MAX_NAMES:
-            why = f"a row has {len(values)} names, {MAX_NAMES} at most"
-        elif len(line) > MAX_ROW:
-            why = f"a row has {len(line)} bytes as JSON, {MAX_ROW} at most"
-        elif any(len(name) > _MAX_NAME or name.startswith(SERVER) for name in values):
-            why = f"a name has more than {_MAX_NAME} characters, or begins with {SERVER}"
-        elif names + len(new) > _MAX_NAMES_IN_ALL:
-            why = f"the run has {names} names, {_MAX_NAMES_IN_ALL} at most"
-        else:
-            kept.append(row)
-            lines.append(line)
-            last.update(values)
-            names += len(new)
-    return kept, lines, last, why
-
-
-def _line(row: MetricsRow, source: Source, now: float) -> tuple[bytes, dict[str, float | str]]:
-    values = {name: as_json(value) for name, value in row.values.items()}
-    at = row.at if row.at is not None else now
-    line = {"step": row.step, "at": at, "source": source, "values": values}
-    return orjson.dumps(line) + b"\n", values
-
-
-def _rollout_lines(
-    rollouts: Sequence[Rollout], step: int, batch: str, now: float
-) -> list[tuple[bytes, float | None]]:
-    return lines_of(rollouts, step=step, batch=batch, at=now)
-
-
-def _rows_after(folder: Path, after: Place, *, only_server: bool) -> tuple[list[MetricsRow], Place]:
-    found: list[MetricsRow] = []
-    end = after
-    for lines, place in read_lines(folder, "metrics", after, most_bytes=_SERVER_BYTES):
-        end = place
-        for line in lines:
-            if not only_server or b'"source":"tandem"' in line:
-                row = orjson.loads(line)
-                if not only_server or row["source"] == "tandem":
-                    found.append(MetricsRow(row["step"], row["values"], row["at"]))
-        if len(found) >= _SERVER_ROWS:
-            break
-    return found, end

@@ -1,0 +1,110 @@
+"""Rows of a run's metrics: their limits, and their lines in the files.
+
+A line is `{"step": 3, "at": 1.5e9, "source": "user", "values": {"reward": 0.5}}`. The source of the
+server's rows is `tandem`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import orjson
+
+from gateway.runs.record.curves import as_json
+from gateway.runs.record.files import Place, read_lines
+
+Source = Literal["user", "tandem"]
+SERVER = "tandem/"
+"""The prefix of the server's names."""
+
+MAX_NAMES, MAX_ROW = 200, 64 * 2**10
+"""Names and bytes of a row."""
+_MAX_NAME, _MAX_NAMES_IN_ALL = 200, 1000
+_READ_ROWS, _READ_BYTES = 1000, 4 * 2**20
+"""Rows and bytes of one reading."""
+
+
+@dataclass(frozen=True)
+class MetricsRow:
+    """Values by name of a step. `at` is in seconds since 1970, None for the arrival."""
+
+    step: int
+    values: Mapping[str, float]
+    at: float | None = None
+
+
+class RowLines(NamedTuple):
+    """Rows within the limits, their lines, and the newest value of each name. `why` is a sentence
+    about the last dropped row."""
+
+    rows: Sequence[MetricsRow] = ()
+    lines: Sequence[bytes] = ()
+    last: Mapping[str, float | str] = {}
+    why: str = ""
+
+
+def lines_of_server(rows: Sequence[MetricsRow], known: Collection[str], now: float) -> RowLines:
+    lines: list[bytes] = []
+    last: dict[str, float | str] = {}
+    for row in rows:
+        line, values = _line(row, "tandem", now)
+        lines.append(line)
+        last.update(values)
+    return RowLines(rows, lines, last)
+
+
+def lines_of_user(rows: Sequence[MetricsRow], known: Collection[str], now: float) -> RowLines:
+    """`known` are the run's names so far."""
+    kept: list[MetricsRow] = []
+    lines: list[bytes] = []
+    last: dict[str, float | str] = {}
+    why = ""
+    names = len(known)
+    for row in rows:
+        line, values = _line(row, "user", now)
+        new = [name for name in values if name not in known and name not in last]
+        if len(values) > MAX_NAMES:
+            why = f"a row has {len(values)} names, {MAX_NAMES} at most"
+        elif len(line) > MAX_ROW:
+            why = f"a row has {len(line)} bytes as JSON, {MAX_ROW} at most"
+        elif any(len(name) > _MAX_NAME or name.startswith(SERVER) for name in values):
+            why = f"a name has more than {_MAX_NAME} characters, or begins with {SERVER}"
+        elif names + len(new) > _MAX_NAMES_IN_ALL:
+            why = f"the run has {names} names, {_MAX_NAMES_IN_ALL} at most"
+        else:
+            kept.append(row)
+            lines.append(line)
+            last.update(values)
+            names += len(new)
+    return RowLines(kept, lines, last, why)
+
+
+def _line(row: MetricsRow, source: Source, now: float) -> tuple[bytes, dict[str, float | str]]:
+    values = {name: as_json(value) for name, value in row.values.items()}
+    at = row.at if row.at is not None else now
+    line = {"step": row.step, "at": at, "source": source, "values": values}
+    return orjson.dumps(line) + b"\n", values
+
+
+def read_rows(
+    folder: Path, after: Place, *, only_server: bool
+) -> tuple[list[MetricsRow], Place]:
+    """Return the rows behind a place, and the place behind them. A long record comes in several
+    pieces. Values that are not finite are text. Raises `OSError`."""
+    found: list[MetricsRow] = []
+    end = after
+    for lines, place in read_lines(folder, "metrics", after, most_bytes=_READ_BYTES):
+        end = place
+        for line in lines:
+            if only_server and b'"source":"tandem"' not in line:
+                continue
+            with suppress(ValueError, TypeError, LookupError):  # a part of a line
+                row = orjson.loads(line)
+                if not only_server or row["source"] == "tandem":
+                    found.append(MetricsRow(row["step"], row["values"], row["at"]))
+        if len(found) >= _READ_ROWS:
+            break
+    return found, end
