@@ -1,5 +1,5 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations owners \
-	restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
+	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
 .PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean

@@ -2,8 +2,9 @@
 
 `tandem backup` and `tandem restore` start it.
 
-A backup is a folder with a consistent copy of the database, made while the gateway serves, and the
-file lists of all checkpoints and weight versions, but no weights. `backup.json` is written last.
+A backup is a folder with a consistent copy of the database, made while the gateway serves, the
+records of all runs, and the file lists of all checkpoints and weight versions, but no weights.
+`backup.json` is written last.
 
 A restored database does not know later checkpoints and versions. They stay, and the answer names
 their folders. It forgets versions that had no name, because a later checkpoint may name them.
@@ -56,6 +57,7 @@ from tandem.weights.store import fsync_path
 _ABOUT = "backup.json"
 _DATABASE = "tandem.db"
 _MANIFESTS = "manifests"
+_RECORDS = "records"
 _REASON = "the database was restored from a backup; create the run again, from a checkpoint"
 _REPLACED = ("snapshots", "operations", "results")
 
@@ -115,6 +117,7 @@ def _fill(partial: Path, settings: GatewaySettings) -> About:
         with suppress(FileNotFoundError):  # the gateway has removed the version
             shutil.copyfile(file, target)
             found += 1
+    _copy_missing(_records(data_dir), data_dir, partial / _RECORDS)
     about = About(version=__version__, revision=revision, at=time.time(), folders=found)
     write_file(partial / _ABOUT, about.model_dump_json().encode(), synced=True)
     return about
@@ -185,6 +188,20 @@ def _manifests(folder: Path) -> Iterator[Path]:
                 yield from run.glob(f"[!.]*/{name}")
 
 
+def _records(folder: Path) -> Iterator[Path]:
+    for run in folder.glob("runs/[!.]*"):
+        yield from run.glob("record/[!.]*")
+
+
+def _copy_missing(files: Iterator[Path], source: Path, target: Path) -> None:
+    for file in files:
+        copy = target / file.relative_to(source)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # the gateway has removed the run
+                shutil.copyfile(file, copy)
+
+
 def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
     data_dir = settings.data_dir
     try:
@@ -214,6 +231,7 @@ def _replace_sqlite(folder: Path, settings: GatewaySettings) -> str:
             shutil.move(path, aside / path.name)
     partial.rename(target)
     fsync_path(target.parent)
+    _copy_missing(_records(folder / _RECORDS), folder / _RECORDS, data_dir)
     for file in _manifests(folder / _MANIFESTS):
         here = data_dir / file.relative_to(folder / _MANIFESTS)
         if here.parent.is_dir() and not here.exists():

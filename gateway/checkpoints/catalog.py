@@ -35,7 +35,7 @@ from gateway.identifiers import (
 from gateway.owners.auth.identity import Caller, Readers, visible
 from gateway.owners.limits import Quotas
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, released_folders, runs
+from gateway.storage.tables import checkpoints, released_folders, run_records, runs
 from tandem.errors import UnknownWeights
 from tandem.protocol.worker import TrainingSpec
 
@@ -208,12 +208,16 @@ class CheckpointCatalog:
     async def check_quota(
         self, *, owner: str, expected_bytes: int, replaced_bytes: int = 0
     ) -> None:
-        """Raise `LimitExceeded` if the owner may not store this many bytes more. Snapshots count as
-        well."""
+        """Raise `LimitExceeded` if the owner may not store this many bytes more. Snapshots and
+        records of runs count as well."""
+        saved = select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
+            checkpoints.c.owner == owner, not_expired()
+        )
+        records = select(func.coalesce(func.sum(run_records.c.bytes), 0)).where(
+            run_records.c.run_id == runs.c.id, runs.c.owner == owner
+        )
         used = await self.database.read_value(
-            select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
-                checkpoints.c.owner == owner, not_expired()
-            )
+            select(saved.scalar_subquery() + records.scalar_subquery())
         )
         self.limits.check(
             "checkpoint_bytes",

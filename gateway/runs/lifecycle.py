@@ -148,6 +148,7 @@ class RunLifecycle:
                 state="ended", error_type=error.type, reason=error.message, ended_at=time.time()
             )
         )
+        self.tools.record.identity_files.write_soon(run_id)
 
     async def leave(self, host: TrainerHost, run_id: str) -> None:
         try:

@@ -268,6 +268,7 @@ class RunRegistry:
                 self._runs.pop(run_id, None)
                 self.lifecycle.leave_soon(run)
                 raise
+        self.tools.record.identity_files.write_soon(run_id)
         run.creation = creation
         if run.error is not None:  # its session ended meanwhile
             self._journal.end(creation, run.error)

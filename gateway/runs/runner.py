@@ -33,6 +33,7 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     json_result,
 )
+from gateway.runs.record.lineage import note_parent
 from gateway.runs.record.rows import TrainingStep
 from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.tools import RunTools
@@ -201,6 +202,8 @@ class OperationRunner:
                 release=lambda: self._pins.unpin(folder),
             )
         run.step = reply.step
+        note_parent(self._tools.records.database, run.id, checkpoint.path.run_id, reply.step)
+        self._tools.record.identity_files.write_soon(run.id)
         return json_result(type="load_weights", path=body.path, model_id=run.id)
 
     # --- Weight versions ----------------------------------------------------------------------

@@ -1,13 +1,14 @@
 """Removes old rows of ended things, after `history_ttl`, and audit entries after `audit_ttl`.
 Changes of workers' states stay for a week. Usage stays.
 
-A run and its steps stay while it has a checkpoint or a folder, because its row describes them. A
-session stays while it has a run. Rows are deleted in small batches, so that other writes wait only
-briefly."""
+A run, its record and its steps stay while it has a checkpoint or a folder, because its row
+describes them. A session stays while it has a run. Rows are deleted in small batches, so that other
+writes wait only briefly."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ from gateway.storage.tables import (
     checkpoints,
     custom_losses,
     operations,
+    rollout_batches,
+    run_records,
     runs,
     sampling_sessions,
     sessions,
@@ -81,7 +84,9 @@ class Retention:
         while rows := await self.database.read(over.where(runs.c.id > last).limit(_AT_ONCE)):
             last = rows[-1]["id"]
             gone = await asyncio.to_thread(self._without_folder, [row["id"] for row in rows])
-            await self._remove(training_steps, training_steps.c.run_id.in_(gone))
+            for table in (training_steps, rollout_batches, run_records):
+                await self._remove(table, table.c.run_id.in_(gone))
+            await asyncio.to_thread(self._remove_records, gone)  # before the rows that name them
             await self.database.write_together(
                 delete(runs).where(runs.c.id.in_(gone), unnamed),
                 delete(weight_versions).where(
@@ -99,6 +104,10 @@ class Retention:
             for run_id in run_ids
             if not any((root / run_folder_name(run_id)).exists() for root in roots)
         ]
+
+    def _remove_records(self, run_ids: list[str]) -> None:
+        for run_id in run_ids:
+            shutil.rmtree(self.data_dir / "runs" / run_folder_name(run_id), ignore_errors=True)
 
     async def _remove_sessions(self, before: float) -> int:
         empty = ~exists().where(runs.c.session_id == sessions.c.id)

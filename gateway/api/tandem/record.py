@@ -18,6 +18,7 @@ from gateway.api.routing import Router
 from gateway.identifiers import unknown_run
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.files import Place
+from gateway.runs.record.lineage import Ancestor, ancestors_of
 from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.rollouts import Order
 from tandem.errors import StorageFailed, StorageFull, UnknownRun
@@ -172,11 +173,17 @@ async def run_metrics(
     access: AccessDep,
     name: Annotated[list[Name], Query(max_length=1000)] = [],  # noqa: B006 - FastAPI copies it
     points: Annotated[int, Query(ge=2, le=1_000_000)] = 1000,
+    lineage: Annotated[bool, Query()] = False,
 ) -> Response:
     """Return a run's curves by name, of all names by default. A curve of more than `points` points
-    keeps the least and the greatest of neighbouring ones."""
+    keeps the least and the greatest of neighbouring ones. `lineage` puts the curves of the runs
+    before it first, up to the step from which this run continued."""
     await _check_owner(run_id, access)
-    found = await access.gateway.record.curves(run_id, name or None, points)
+    record = access.gateway.record
+    before: list[Ancestor] = []
+    if lineage:
+        before = await ancestors_of(record.database, run_id, access.caller.may_see)
+    found = await record.curves(run_id, name or None, points, before)
     return Response(await asyncio.to_thread(_curves_body, found), media_type=JSON)
 
 

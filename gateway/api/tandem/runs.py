@@ -205,6 +205,7 @@ async def change_run(run_id: PathText, body: RunChange, access: AccessDep) -> Ru
     changes = identity_changes(body.model_dump(exclude_unset=True), run.user_metadata)
     if changes:
         await access.gateway.run_records.change(run_id, changes)
+        access.gateway.record.identity_files.write_soon(run_id)
     access.audit.note(run_id, changed=", ".join(sorted(changes)))
     return await get_run(run_id, access)
 

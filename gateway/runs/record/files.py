@@ -114,8 +114,9 @@ class SegmentWriter:
                 if place.offset == 0:  # so that repeated failures leave no files
                     path.unlink()
                 raise
-        if place.offset == 0:
-            fsync_path(self.folder)
+        if place.offset == 0:  # a killed gateway may have made the folders without a sync
+            for folder in (self.folder, *self.folder.parents[:3]):
+                fsync_path(folder)
         if place.offset + len(content) < _SEGMENT_BYTES:
             self._place = place._replace(offset=place.offset + len(content))
         return place

@@ -89,9 +89,7 @@ def _line(row: MetricsRow, source: Source, now: float) -> tuple[bytes, dict[str,
     return orjson.dumps(line) + b"\n", values
 
 
-def read_rows(
-    folder: Path, after: Place, *, only_server: bool
-) -> tuple[list[MetricsRow], Place]:
+def read_rows(folder: Path, after: Place, *, only_server: bool) -> tuple[list[MetricsRow], Place]:
     """Return the rows behind a place, and the place behind them. A long record comes in several
     pieces. Values that are not finite are text. Raises `OSError`."""
     found: list[MetricsRow] = []

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -20,8 +21,10 @@ from sqlalchemy import func, select
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import unknown_run
 from gateway.metrics import Metrics
-from gateway.runs.record.curves import Curve, CurveCache, downsampled
+from gateway.runs.record.curves import Curve, CurveCache, downsampled, joined
 from gateway.runs.record.files import Kind, Place, SegmentWriter, end_of, record_folder
+from gateway.runs.record.identity_files import IdentityFiles
+from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.metrics import (
     SERVER,
     MetricsRow,
@@ -57,7 +60,8 @@ _IDLE = 3600.0
 _STEPS = 1000
 _MOST_POINTS = 2_000_000
 """Points of all curves of an answer."""
-_THREADS = 4
+_THREADS, _READERS = 4, 2
+"""A long record is read for seconds, beside which rows are written."""
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -100,6 +104,7 @@ class RecordStore:
 
     def __post_init__(self) -> None:
         self.cache = CurveCache(self.data_dir)
+        self.identity_files = IdentityFiles(self.database, self.data_dir)
         self._put_index = self.database.insert_or_replace(run_records)
         self._put_batch = self.database.insert_or_replace(rollout_batches)
         self._runs: dict[str, _Writing] = {}
@@ -107,6 +112,7 @@ class RecordStore:
         self._pending: dict[str, list[MetricsRow]] = {}
         self._flushing: dict[str, asyncio.Task[None]] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="record")
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="record-reader")
         self._log = get_log()
 
     async def close(self) -> None:
@@ -119,7 +125,9 @@ class RecordStore:
                 await self._write_pending(run_id)
             except StorageFailed as error:
                 self._log.error("server_rows_lost", run_id=run_id, reason=error.message)
+        await self.identity_files.close()
         self._threads.shutdown()
+        self._readers.shutdown(cancel_futures=True)
 
     # --- Writing ------------------------------------------------------------------------------
 
@@ -278,8 +286,6 @@ class RecordStore:
 
     async def owner_of(self, run_id: str) -> str:
         """Return a run's owner. Raises `UnknownRun`."""
-        if (writing := self._runs.get(run_id)) is not None:
-            return writing.owner
         row = await self.database.read_one(select(runs.c.owner).where(runs.c.id == run_id))
         if row is None:
             raise unknown_run(run_id)
@@ -292,30 +298,36 @@ class RecordStore:
         return {row["run_id"]: from_row(RecordIndex, row) for row in found}
 
     async def curves(
-        self, run_id: str, names: Collection[str] | None, points: int
+        self,
+        run_id: str,
+        names: Collection[str] | None,
+        points: int,
+        ancestors: Sequence[Ancestor] = (),
     ) -> dict[str, Curve]:
-        """Return curves of at most `points` points, by name. None: all names."""
+        """Return curves of at most `points` points, by name. None: all names. The curves of
+        `ancestors` (`ancestors_of`) come first, until the run continues them."""
 
         def read() -> dict[str, Curve]:
-            found = self.cache.curves(run_id, names)
+            parts = [*ancestors, (run_id, None)]
+            found = joined((self.cache.curves(one, names), step) for one, step in parts)
             most = max(min(points, _MOST_POINTS // max(len(found), 1)), 2)
             return {name: downsampled(curve, most) for name, curve in found.items()}
 
-        return await self._in_thread(read)
+        return await self._read(read)
 
     async def server_rows(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
         """Return the server's rows behind a place, as `read_rows` does."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._in_thread(read_rows, folder, after, only_server=True)
+        return await self._read(read_rows, folder, after, only_server=True)
 
     async def rows_after(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
         """Return all rows behind a place, as `read_rows` does."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._in_thread(read_rows, folder, after, only_server=False)
+        return await self._read(read_rows, folder, after, only_server=False)
 
     async def end_of_metrics(self, run_id: str) -> Place:
         """Return the place behind the rows until now."""
-        return await self._in_thread(end_of, record_folder(self.data_dir, run_id), "metrics")
+        return await self._read(end_of, record_folder(self.data_dir, run_id), "metrics")
 
     async def rollouts(
         self,
@@ -341,7 +353,7 @@ class RecordStore:
             (from_row(RolloutBatch, row) for row in found), key=lambda batch: batch.place
         )
         folder = record_folder(self.data_dir, run_id)
-        page, count = await self._in_thread(
+        page, count = await self._read(
             read_page, folder, batches, order=order, search=search, limit=limit, offset=offset
         )
         return RolloutPage(steps=steps, step=step, rollouts=page, total_count=count)
@@ -381,9 +393,21 @@ class RecordStore:
         **kwargs: Parameters.kwargs,
     ) -> Result:
         """Raises `StorageFailed` for an `OSError`."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._threads, lambda: work(*args, **kwargs))
-        except OSError as error:
-            self._log.error("record_failed", reason=describe(error))
-            raise typed(error) from error
+        return await _run(self._threads, partial(work, *args, **kwargs))
+
+    async def _read(
+        self,
+        work: Callable[Parameters, Result],
+        *args: Parameters.args,
+        **kwargs: Parameters.kwargs,
+    ) -> Result:
+        """Raises `StorageFailed` for an `OSError`."""
+        return await _run(self._readers, partial(work, *args, **kwargs))
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+    try:
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
+    except OSError as error:
+        get_log().error("record_failed", reason=describe(error))
+        raise typed(error) from error

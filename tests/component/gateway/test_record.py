@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import shutil
 import uuid
 
 import pytest
 from tinker import types
 
+from gateway.admin.backup import back_up, restore
+from gateway.storage.retention import Retention
+from tests.support.gateway.access_world import Call
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
@@ -215,6 +221,67 @@ def test_without_a_reward_metric_the_curve_is_the_mean_of_the_rollouts(gate, cli
     wait_until(lambda: curves(client, run).get("tandem/reward", {}).get("value") == [0.75])
 
 
+def test_a_resumed_run_names_its_parent_and_continues_its_curves(gate, client):
+    with gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        first = training.model_id
+        for _ in range(2):
+            training.forward_backward([DATUM], "cross_entropy")
+            training.optim_step(types.AdamParams()).result()
+        state = training.save_state("state").result().path
+        log(client, first, *((step, {"reward": step}) for step in range(5)))
+        resumed = service.create_training_client_from_state_with_optimizer(state).model_id
+        assert ok(client.get(f"{RUNS}/{resumed}"))["parent_run"] == first
+        found = curves(client, resumed, "reward", lineage=True)["reward"]
+        assert found["value"] == [0, 1, 2]  # until the state's optimizer step
+        log(client, resumed, (4, {"reward": 40}), (5, {"reward": 50}))
+    found = curves(client, resumed, "reward", lineage=True)["reward"]
+    assert (found["step"], found["value"]) == ([0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 40, 50])
+    assert curves(client, resumed)["reward"]["step"] == [4, 5]
+    assert run_json(gate, resumed)["parent_run"] == first
+
+
+def run_json(gate, run):
+    folder = gate.settings.data_dir / "runs" / run.replace(":", "_") / "record"
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_a_file_beside_the_rows_tells_what_the_run_is(gate, client):
+    run = new_run(gate, name=HOSTILE, tags="a", config='{"lr": 1}')
+    wait_until(lambda: run_json(gate, run)["state"] == "ended")
+    told = run_json(gate, run)
+    assert (told["name"], told["tags"], told["config"]) == (HOSTILE, ["a"], {"lr": 1})
+    assert (told["id"], told["base_model"], told["owner"]) == (run, "tiny", "local")
+    ok(client.patch(f"{RUNS}/{run}", json={"name": "new"}))
+    wait_until(lambda: run_json(gate, run)["name"] == "new")
+
+
+def test_a_record_is_removed_with_its_run(gate, client):
+    run = new_run(gate)
+    log(client, run, (1, {"a": 1}))
+    add_rollouts(client, run, 1, {"answer": "a"})
+    wait_until(lambda: run_json(gate, run)["state"] == "ended")
+    folder = gate.settings.data_dir / "runs" / run.replace(":", "_")
+    old = Retention(
+        database=gate.gateway.database, data_dir=gate.settings.data_dir, history_ttl=-1.0
+    )
+    gate.run(old.remove_old())
+    assert not folder.exists() and client.get(f"{RUNS}/{run}").status_code == 404
+    assert client.get(f"{RUNS}/{run}/rollouts").status_code == 404
+
+
+def test_another_owner_sees_nothing(world):
+    body = {"rows": [{"step": 1, "values": {"secret": 1}}]}
+    call = Call(f"{RUNS}/{world.run}/metrics", body)
+    assert world.ask("POST", call, key=world.keys["member"]).is_success
+    with world.client(world.keys["foreign"]) as foreign:
+        assert ok(foreign.get(RUNS)) == {"runs": [], "total_count": 0}
+        assert ok(foreign.get(RUNS, params={"owner": "ann"}))["runs"] == []
+        for path in ("", "/metrics?lineage=true", "/rollouts"):
+            answer = foreign.get(f"{RUNS}/{world.run}{path}")
+            assert (answer.status_code, answer.json()["type"]) == (404, "unknown_run")
+
+
 def test_rows_outlive_a_restart_of_the_gateway(tmp_path):
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         run = new_run(gate, name="kept")
@@ -232,3 +299,27 @@ def test_rows_outlive_a_restart_of_the_gateway(tmp_path):
         assert [one["answer"] for one in found] == ["one", "two"]
         assert ok(client.get(f"{RUNS}/{run}"))["name"] == "kept"
     assert len(list(folder.glob("metrics-*"))) == len(list(folder.glob("rollouts-*"))) == 2
+
+
+ON_POSTGRESQL = os.environ.get("TANDEM_TEST_DATABASE") == "postgresql"
+
+
+@pytest.mark.skipif(ON_POSTGRESQL, reason="its own tools restore PostgreSQL")
+def test_a_backup_brings_the_records_back_and_removes_nothing(tmp_path):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        run, later = new_run(gate), new_run(gate)
+        log(client, run, (1, {"a": 1}))
+        add_rollouts(client, run, 1, {"answer": "one"})
+        back_up(tmp_path / "backup", gate.settings)
+        log(client, run, (2, {"a": 2}))
+        unknown = new_run(gate)
+        log(client, unknown, (1, {"a": 1}))
+        wait_until(lambda: run_json(gate, unknown))
+    data_dir = gate.settings.data_dir
+    shutil.rmtree(data_dir / "runs" / later.replace(":", "_"))
+    restored = asyncio.run(restore(tmp_path / "backup", gate.settings))
+    assert restored.unknown == [f"runs/{unknown.replace(':', '_')}"]
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        assert curves(client, run)["a"]["value"] == [1, 2]
+        assert ok(client.get(f"{RUNS}/{run}/rollouts"))["total_count"] == 1
+        assert run_json(gate, later)["id"] == later

@@ -1,0 +1,244 @@
+"""The store of metrics and rollouts, with a database and files."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from sqlalchemy import insert, select, update
+
+from gateway.metrics import Metrics
+from gateway.runs.record import store as store_module
+from gateway.runs.record.files import Place, record_folder
+from gateway.runs.record.lineage import ancestors_of, note_parent
+from gateway.runs.record.metrics import MetricsRow
+from gateway.runs.record.progress import RecordIndex
+from gateway.runs.record.store import RecordStore
+from gateway.storage.tables import rollout_batches, run_records, runs
+from tandem.errors import StorageFailed, StorageFull, UnknownRun
+from tests.support.gateway.checkpoint_store import RUN, Store
+from tests.support.unreliable_disk import Fault, UnreliableDisk
+from tests.support.waiting import until
+
+pytestmark = pytest.mark.usefixtures("each_database")
+
+
+@pytest.fixture
+async def world(tmp_path):
+    root = tmp_path / "data"
+    (root / "runs").mkdir(parents=True)
+    world = Store(root, url="")
+    await world.database.open()
+    await add_run(world, RUN)
+    yield world
+    await world.database.close()
+
+
+@pytest.fixture
+async def record(world):
+    record = record_of(world)
+    yield record
+    await record.close()
+
+
+def record_of(world, epoch=1, **options):
+    return RecordStore(
+        metrics=Metrics(),
+        database=world.database,
+        data_dir=world.data_dir,
+        checkpoints=world.checkpoints,
+        epoch=epoch,
+        retry=0.0,
+        **options,
+    )
+
+
+async def add_run(world, run_id, **values):
+    row = {"id": run_id, "session_id": "s-1", "base_model": "tiny", "training": {}}
+    row |= {"owner": "ann", "state": "active", "created_at": 1.0} | values
+    await world.database.write(insert(runs).values(**row))
+
+
+def row(step, **values):
+    return MetricsRow(step, values, 1.0)
+
+
+async def index_of(record):
+    return (await record.summaries([RUN])).get(RUN, RecordIndex(RUN))
+
+
+async def points(record, name, run_id=RUN):
+    found = (await record.curves(run_id, [name], 1000)).get(name)
+    return dict(zip(found.step.tolist(), found.value.tolist(), strict=True)) if found else {}
+
+
+async def test_the_index_counts_rows_bytes_and_the_newest_values(record):
+    await record.append_metrics(RUN, [row(1, a=1, b=math.nan), row(2, a=2)], "user")
+    await record.append_rollouts(RUN, "x", 2, [{"answer": "a"}])
+    index = await index_of(record)
+    assert (index.rows, index.rollouts, index.step, index.dropped) == (2, 1, 2, 0)
+    assert index.last == {"a": 2.0, "b": "NaN"}
+    folder = record_folder(record.data_dir, RUN)
+    assert index.bytes == sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+
+
+async def test_a_run_that_does_not_exist_is_unknown(record):
+    with pytest.raises(UnknownRun):
+        await record.append_metrics("s-2:train:0", [row(1, a=1)], "user")
+    with pytest.raises(UnknownRun):
+        await record.owner_of("s-2:train:0")
+
+
+async def test_a_record_beyond_its_bytes_drops_and_counts_the_users_rows_only(world):
+    record = record_of(world, most_bytes=100)
+    await record.append_metrics(RUN, [row(1, a=1), row(2, a=1)], "user")
+    told = await record.append_metrics(RUN, [row(3, a=1)], "user")
+    assert (told.written, told.dropped) == (0, 1) and "100 bytes" in told.why
+    told = await record.append_rollouts(RUN, "x", 3, [{"answer": "a"}])
+    assert (told.written, told.dropped) == (0, 1)
+    record.note_step(RUN, 3, {"loss": 0.5})
+    await record.close()
+    assert await points(record_of(world, 2), "tandem/loss") == {3: 0.5}
+    assert (await index_of(record)).dropped == 2
+
+
+async def test_an_owner_beyond_the_quota_gets_no_more_rows(record, world, monkeypatch):
+    monkeypatch.setitem(world.checkpoints.limits._limits, "checkpoint_bytes", 10)
+    await record.append_metrics(RUN, [row(1, a=1)], "user")
+    told = await record.append_metrics(RUN, [row(2, a=1)], "user")
+    assert told.dropped == 1 and "limit of checkpoint bytes" in told.why
+
+
+async def test_a_run_has_at_most_a_thousand_names(record):
+    rows = [row(step, **{f"n{step}-{number}": 1 for number in range(200)}) for step in range(6)]
+    told = await record.append_metrics(RUN, rows, "user")
+    assert (told.written, told.dropped) == (5, 1) and "1000 at most" in told.why
+    assert (await record.append_metrics(RUN, [row(9, **{"n0-0": 2})], "user")).written == 1
+
+
+async def test_the_next_gateway_goes_on_with_the_index_and_new_files(record, world):
+    await record.append_metrics(RUN, [row(1, a=1)], "user")
+    await record.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    later = record_of(world, epoch=2)
+    await later.append_metrics(RUN, [row(1, a=2), row(2, a=3)], "user")
+    told = await later.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    assert (told.written, (await later.rollouts(RUN, None)).total_count) == (1, 1)
+    assert await points(later, "a") == {1: 2, 2: 3}
+    assert ((await index_of(later)).rows, (await index_of(later)).rollouts) == (3, 1)
+    await later.close()
+
+
+async def test_a_batch_that_was_written_without_its_row_is_written_again_and_read_once(
+    record, world
+):
+    await record.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    await world.database.write(rollout_batches.delete())  # as after a kill between the two
+    later = record_of(world, epoch=2)
+    await later.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    page = await later.rollouts(RUN, 1)
+    assert [one["answer"] for one in page.rollouts] == ["a"] and page.total_count == 1
+    await later.close()
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"), [(Fault.FULL, StorageFull), (Fault.LOST, StorageFailed)]
+)
+async def test_a_failing_disk_is_an_error_to_repeat_and_loses_nothing(tmp_path, fault, error):
+    root = tmp_path / "data"
+    root.mkdir()
+    world = Store(root, url=f"sqlite:///{tmp_path / 'tandem.db'}")
+    await world.database.open()
+    with UnreliableDisk(root) as disk:
+        hit = []
+        for number, strike in enumerate(disk.strikes(fault)):
+            run_id = f"s-1:train:{number}"
+            await add_run(world, run_id)
+            record = record_of(world)
+            await record.append_metrics(run_id, [row(1, a=1)], "user")
+            with strike:
+                try:
+                    await record.append_metrics(run_id, [row(2, a=2)], "user")
+                    await record.append_rollouts(run_id, "x", 2, [{"answer": "a"}])
+                except StorageFailed as failure:
+                    assert type(failure) is error and failure.retry_after
+                    hit.append(strike.hit)
+            await record.append_metrics(run_id, [row(2, a=2)], "user")
+            await record.append_rollouts(run_id, "x", 2, [{"answer": "a"}])
+            assert await points(record, "a", run_id) == {1: 1, 2: 2}
+            assert (await record.rollouts(run_id, 2)).total_count == 1
+            await record.close()
+        assert hit
+    await world.database.close()
+
+
+async def test_the_servers_rows_wait_for_a_disk_that_fails(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    world = Store(root, url=f"sqlite:///{tmp_path / 'tandem.db'}")
+    await world.database.open()
+    await add_run(world, RUN)
+    record = record_of(world)
+    with UnreliableDisk(root) as disk, disk.strike_at(Fault.FULL, 1) as strike:
+        for step in (1, 2):
+            record.note_step(RUN, step, {"loss": step, "none": None})
+        await until(lambda: not record._flushing)
+        assert strike.hit and await points(record, "tandem/loss") == {1: 1, 2: 2}
+    assert (await index_of(record)).last == {"tandem/loss": 2}
+    await record.close()
+    await world.database.close()
+
+
+async def test_the_servers_rows_are_told_once_each_over_gateways(record, world):
+    record.note_step(RUN, 1, {"loss": math.nan}, at=5.0)
+    await record.append_metrics(RUN, [row(1, a=1)], "user")
+    await until(lambda: not record._flushing)
+    rows, end = await record.server_rows(RUN, Place())
+    assert rows == [MetricsRow(1, {"tandem/loss": "NaN"}, 5.0)]
+    later = record_of(world, epoch=2)
+    later.note_step(RUN, 2, {"loss": 1.0}, at=6.0)
+    await later.close()
+    rows, end = await record_of(world, epoch=3).server_rows(RUN, end)
+    assert [one.step for one in rows] == [2]
+    assert (await record.server_rows(RUN, end)) == ([], end)
+
+
+async def test_a_step_with_a_reward_of_the_user_gets_no_reward_of_the_server(record):
+    await record.append_metrics(RUN, [row(1, reward=1)], "user")
+    await record.append_rollouts(RUN, "x", 1, [{"reward": 0}])
+    assert not record._flushing and await points(record, "tandem/reward") == {}
+
+
+async def test_a_run_without_new_rows_leaves_the_memory(record, monkeypatch):
+    await record.append_metrics(RUN, [row(1, a=1)], "user")
+    monkeypatch.setattr(store_module, "_IDLE", -1.0)
+    record._forget_idle()
+    assert not record._runs
+    await record.append_metrics(RUN, [row(2, a=1)], "user")
+    assert (await index_of(record)).rows == 2
+
+
+async def test_ancestors_are_told_the_oldest_first_without_another_owners(world):
+    for number, owner in ((1, "ann"), (2, "ann"), (3, "ben")):
+        await add_run(world, f"s-1:train:{number}", owner=owner)
+    for number in (0, 1, 2):
+        note_parent(world.database, f"s-1:train:{number}", f"s-1:train:{number + 1}", 10 * number)
+    note_parent(world.database, "s-1:train:3", "s-1:train:3", 0)
+    await world.database.flush()
+    found = await ancestors_of(world.database, RUN, lambda owner: owner == "ann")
+    assert found == [("s-1:train:2", 10), ("s-1:train:1", 0)]
+    found = await ancestors_of(world.database, RUN, lambda _: True)
+    assert [run for run, _ in found] == [f"s-1:train:{number}" for number in (3, 2, 1)]
+    circle = update(runs).where(runs.c.id == "s-1:train:3").values(parent_run=RUN, parent_step=1)
+    await world.database.write(circle)
+    assert len(await ancestors_of(world.database, RUN, lambda _: True)) == 3
+
+
+async def test_a_huge_step_of_rollouts_is_read_page_by_page(record):
+    many = [{"answer": "x" * 2**19, "reward": number} for number in range(64)]
+    for start in range(0, 64, 16):
+        await record.append_rollouts(RUN, str(start), 1, many[start : start + 16])
+    page = await record.rollouts(RUN, 1, "-reward", limit=1000)
+    assert page.total_count == 64 and 1 < len(page.rollouts) < 64  # 16 MiB
+    assert page.rollouts[0]["reward"] == 63
+    rows = await record.database.read(select(run_records.c.rollouts))
+    assert rows[0]["rollouts"] == 64
