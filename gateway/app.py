@@ -29,7 +29,7 @@ from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.pages import compare, devices, sign_in
+from gateway.api.pages import chat, compare, devices, sign_in
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
 from gateway.api.pages.run_views import RunViews
@@ -121,6 +121,7 @@ ROUTERS = (
     run_page.router,
     compare.router,
     devices.router,
+    chat.router,
 )
 """The most frequent routes first, since routes are tried in order."""
 

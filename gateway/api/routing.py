@@ -127,7 +127,8 @@ class PathOperation(APIRoute):
         required = body is not None and body.field_info.is_required()
 
         async def checked(request: Request) -> Response:
-            bounded = BoundedRequest(request.scope, request.receive, bounds)
+            read = isinstance(request, BoundedRequest)  # perhaps its body was read before
+            bounded = request if read else BoundedRequest(request.scope, request.receive, bounds)
             if body is not None:
                 check_content_type(request.headers.get("content-type"))
                 if (await bounded.body() or required) and await bounded.json() is None:

@@ -17,8 +17,8 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.dependencies import Access
 from gateway.api.pages.run_views import RunViews
 from gateway.api.pages.templates import render
-from gateway.api.request_body import fault
-from gateway.api.routing import KEY_REFUSED, PathOperation, Router, identify
+from gateway.api.request_body import BodyBounds, BoundedRequest, fault
+from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Router, identify
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from tandem.errors import InvalidRequest, TandemError, Unauthenticated
@@ -58,8 +58,10 @@ class PageOperation(PathOperation):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         handle = super().get_route_handler()
+        bounds = cast(BodyBounds, (self.openapi_extra or {})[BOUNDS])
 
-        async def page(request: Request) -> Response:
+        async def page(plain: Request) -> Response:
+            request = BoundedRequest(plain.scope, plain.receive, bounds)
             try:
                 if request.method not in ("GET", "HEAD") and (token := page_token(request)):
                     await _check_form_token(request, token)

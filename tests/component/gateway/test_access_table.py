@@ -41,6 +41,9 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "compare_page": OWN_LOOK,
     "checkpoint_page": OWN_LOOK,
     "devices_page": EVERYBODY,
+    "chat_page": EVERYBODY,
+    "chat": CHANGE,
+    "chat_stream": (401, 400, 403, 400, 400),  # the form names no model
     "client_config": EVERYBODY,
     "dynamic_config": EVERYBODY,
     "capabilities": EVERYBODY,

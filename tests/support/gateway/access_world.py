@@ -270,6 +270,9 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         w.state.replace("tinker://", "/runs/").replace("/weights/", "/files/weights/")
     ),
     "devices_page": _get("/devices"),
+    "chat_page": _get("/chat"),
+    "chat": lambda w: _form("/chat", {}, {}),
+    "chat_stream": lambda w: _form("/chat/stream", {}, {}),
     "healthz": _get(f"{API}/healthz"),
     "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),

@@ -1,0 +1,294 @@
+"""Chat: messages to a run's newest weights, a checkpoint or a base model, two of them side by side.
+
+The answers come as from `/v1/chat/completions`, in the session of such requests, which ends when it
+is idle. A form works without a script: `/chat` answers whole, and `/chat/stream` sends one side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, cast
+
+import orjson
+from fastapi import Query
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive
+
+from gateway.api.openai.routes import EventStream
+from gateway.api.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    InferenceRequest,
+    Json,
+)
+from gateway.api.openai.service import Generation, InferenceService
+from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
+from gateway.api.request_body import TOKENS_BODY, fault
+from tandem.errors import InvalidRequest, TandemError, UnsupportedInput
+
+router = PageRouter()
+
+_MOST_LISTED = 200
+_ALTERNATIVES = 5
+_PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
+_DEFAULTS = {"temperature": "0.7", "top_p": "1", "max_tokens": "256"}
+
+
+@dataclass(frozen=True)
+class ChatToken:
+    """A sampled token with its likeliest alternatives. `shade` is from 0 (certain) to 9."""
+
+    text: str
+    logprob: float
+    alternatives: Sequence[tuple[str, float]]
+
+    @property
+    def shade(self) -> int:
+        return shade_of(self.logprob)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message, its tokens, and the weight version of an answer. `problem` is in its place."""
+
+    role: str
+    text: str
+    tokens: Sequence[ChatToken] = ()
+    version: str = ""
+    problem: str = ""
+
+
+@dataclass
+class Side:
+    """One model's conversation. `number` is 1 or 2."""
+
+    number: int
+    model: str
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def history(self) -> str:
+        """The conversation as JSON, for the next form."""
+        said = ({"role": t.role, "content": t.text} for t in self.turns if not t.problem)
+        return orjson.dumps([*said]).decode()
+
+
+def shade_of(logprob: float) -> int:
+    """Return a token's shade: 0 for a probability near 1, 9 below about 1 in 1,000."""
+    return min(9, int(-logprob * 1.3))
+
+
+@router.operation("GET", "/chat", role="reader")
+async def chat_page(
+    page: PageDep,
+    request: Request,
+    model: Annotated[str, Query(max_length=400)] = "",
+    model2: Annotated[str, Query(max_length=400)] = "",
+) -> Response:
+    """Show the form for messages."""
+    form = {**_DEFAULTS, "model": model, "model2": model2}
+    return await _render(page, request, form, _sides(form))
+
+
+# A browser's form is not JSON.
+@router.operation("POST", "/chat", role="member", audit=None, raw=FORM_CONTENT, bounds=TOKENS_BODY)
+async def chat(request: Request) -> Response:
+    """Answer a message with each chosen model, and show both conversations."""
+    form = await read_form(request)
+    page, sides = Page(request), _sides(form)
+    await asyncio.gather(*(_answer(page, request, form, side) for side in sides))
+    return await _render(page, request, form, sides)
+
+
+# A browser's form is not JSON.
+@router.operation(
+    "POST", "/chat/stream", role="member", audit=None, raw=FORM_CONTENT, bounds=TOKENS_BODY
+)
+async def chat_stream(request: Request) -> Response:
+    """Answer a message with the model of the form's `side`, as server-sent events."""
+    form = await read_form(request)
+    number = 2 if form.get("side") == "2" else 1
+    side = next((each for each in _sides(form) if each.number == number), None)
+    if side is None:
+        raise InvalidRequest("the form names no model; choose one")
+    parts = _parts(Page(request), request, form, side)
+    try:
+        return EventStream(await anext(parts), parts)
+    except ClientDisconnect:
+        return Response(status_code=499)  # for the log, as the client is gone
+
+
+async def _parts(
+    page: Page, request: Request, form: Mapping[str, str], side: Side
+) -> AsyncGenerator[list[Json], None]:
+    sampling = _sampling(page, request, form, side, receive=request.receive)
+    async with sampling as running, aclosing(running.parts()) as steps:
+        async for parts in steps:
+            yield [_event(part) for part in parts]
+
+
+async def _answer(page: Page, request: Request, form: Mapping[str, str], side: Side) -> None:
+    """Add the message and its answer, or the reason why there is none, to the conversation."""
+    message = form.get("message", "").strip()
+    try:
+        async with _sampling(page, request, form, side) as running:
+            event = _event(await running.response())
+    except TandemError as error:
+        side.turns += [Turn("user", message), Turn("assistant", "", problem=error.message)]
+        return
+    tokens = [ChatToken(*each) for each in cast(list[Any], event["tokens"])]
+    version = str(event["tandem_weight_version"])
+    answer = Turn("assistant", str(event["text"]), tokens=tokens, version=version)
+    side.turns += [Turn("user", message), answer]
+
+
+@asynccontextmanager
+async def _sampling(
+    page: Page,
+    request: Request,
+    form: Mapping[str, str],
+    side: Side,
+    receive: Receive | None = None,
+) -> AsyncIterator[Generation]:
+    """Start an answer, a stream with `receive`. A model without a chat template gets plain text."""
+    service, stream = _service(request), receive is not None
+
+    async def begin(mode: str) -> Generation:
+        asked = _sample_request({**form, "mode": mode}, side, stream=stream)
+        sampling = service.start_sampling(asked, caller=page.caller, receive=receive or _forever)
+        return await stack.enter_async_context(sampling)
+
+    async with AsyncExitStack() as stack:
+        mode = form.get("mode", "")
+        try:
+            running = await begin(mode)
+        except UnsupportedInput:
+            if mode:
+                raise
+            running = await begin("text")
+        yield running
+
+
+async def _forever() -> Message:
+    """Never receive: an answer is bounded by its tokens and by the gateway's timeouts."""
+    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+    return await never
+
+
+def _event(part: Json) -> Json:
+    """Return a part's text and tokens in one form for chats and completions."""
+    choices = cast(list[Json], part["choices"])
+    choice = choices[0] if choices else {}
+    said = cast(Json, choice.get("message") or choice.get("delta") or {})
+    return {
+        "text": said.get("content") or choice.get("text") or "",
+        "tokens": _tokens(cast(Json, choice.get("logprobs") or {})),
+        "finish": choice.get("finish_reason"),
+        "tandem_weight_version": part["tandem_weight_version"],
+    }
+
+
+def _tokens(logprobs: Json) -> list[tuple[object, object, list[tuple[object, object]]]]:
+    if (content := logprobs.get("content")) is not None:
+        return [
+            (
+                each["token"],
+                each["logprob"],
+                [(o["token"], o["logprob"]) for o in cast(list[Json], each["top_logprobs"])],
+            )
+            for each in cast(list[Json], content)
+        ]
+    names = cast(list[object], logprobs.get("tokens") or [])
+    values = cast(list[object], logprobs.get("token_logprobs") or [])
+    tops = cast(list[Json | None], logprobs.get("top_logprobs") or [None] * len(names))
+    return [
+        (name, value, [*(top or {}).items()])
+        for name, value, top in zip(names, values, tops, strict=True)
+    ]
+
+
+def _sample_request(form: Mapping[str, str], side: Side, *, stream: bool) -> InferenceRequest:
+    """Return the request of a form for one side. Raises `InvalidRequest`."""
+    message = form.get("message", "")
+    if not message.strip():
+        raise InvalidRequest("the message is empty; write one")
+    fields: dict[str, object] = {name: form[name] for name in _PARAMETERS if form.get(name)}
+    fields |= {"model": side.model, "stream": stream}
+    try:
+        if form.get("mode") == "text":
+            asked = {**fields, "prompt": message, "logprobs": _ALTERNATIVES}
+            return CompletionRequest.model_validate(asked)
+        system = form.get("system", "").strip()
+        messages: list[Json] = [{"role": "system", "content": system}] if system else []
+        messages += [{"role": turn.role, "content": turn.text} for turn in side.turns]
+        messages.append({"role": "user", "content": message})
+        asked = {**fields, "messages": messages, "logprobs": True, "top_logprobs": _ALTERNATIVES}
+        return ChatCompletionRequest.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise InvalidRequest(fault(first["loc"], first["msg"])) from error
+
+
+def _sides(form: Mapping[str, str]) -> list[Side]:
+    """Return the conversations of a form, one for each chosen model."""
+    models = [(1, form.get("model", "")), (2, form.get("model2", ""))]
+    return [
+        Side(number, model, _turns(form.get(f"history{number}", "")))
+        for number, model in models
+        if model
+    ]
+
+
+def _turns(history: str) -> list[Turn]:
+    """Return earlier turns. Raises `InvalidRequest`."""
+    try:
+        said = orjson.loads(history or "[]")
+        return [Turn(str(each["role"]), str(each["content"])) for each in said]
+    except (orjson.JSONDecodeError, TypeError, KeyError) as error:
+        raise InvalidRequest("the form's history is damaged; load the page again") from error
+
+
+async def _render(
+    page: Page, request: Request, form: Mapping[str, str], sides: Sequence[Side]
+) -> Response:
+    listed = await _models(page, request)
+    known = {value for _, options in listed for value, _ in options}
+    given = [(side.model, side.model) for side in sides if side.model not in known]
+    return page.render(
+        "chat.html",
+        form={**dict.fromkeys(("model", "model2", "system", "mode", *_PARAMETERS), ""), **form},
+        sides=sides,
+        models=[*([("Given", given)] if given else []), *listed],
+    )
+
+
+async def _models(page: Page, request: Request) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return the caller's models by kind, each with its value and its name."""
+    gateway = page.gateway
+    found, _ = await gateway.run_records.runs(
+        page.caller, scope="accessible", limit=_MOST_LISTED, offset=0
+    )
+    runs = [
+        (run.id, run.identity.name or run.id)
+        for run in found
+        if run.last_sampler is not None or ((live := gateway.runs.get(run.id)) and live.newest)
+    ]
+    names = {run.id: run.identity.name or run.id for run in found}
+    models = await _service(request).models.list_models(page.caller)
+    saved, base = list[tuple[str, str]](), list[tuple[str, str]]()
+    for each in models:
+        if not each.id.startswith("tinker://"):
+            base.append((each.id, each.id))
+        elif len(saved) < _MOST_LISTED:
+            run, _, name = each.id.removeprefix("tinker://").partition("/sampler_weights/")
+            saved.append((each.id, f"{names.get(run, run)} / {name}"))
+    kinds = [("Runs, newest weights", runs), ("Checkpoints", saved), ("Base models", base)]
+    return [(kind, options) for kind, options in kinds if options]
+
+
+def _service(request: Request) -> InferenceService:
+    return cast(InferenceService, request.app.state.inference)
