@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, Omitted, PathText
-from gateway.api.request_body import JSON, MOST_TOKENS, SMALL_BODY, TOKENS_BODY, BodyBounds
+from gateway.api.request_body import JSON, MOST_VALUES, SMALL_BODY, TOKENS_BODY, BodyBounds
 from gateway.api.routing import Router
 from gateway.identifiers import unknown_run
 from gateway.runs.record.curves import Curve
@@ -25,7 +25,7 @@ from tandem.errors import StorageFailed, StorageFull, UnknownRun
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
-_METRICS_BODY = BodyBounds(4 * SMALL_BODY, values=MOST_TOKENS)
+_METRICS_BODY = BodyBounds(4 * SMALL_BODY, values=4 * MOST_VALUES)
 _DISK = (StorageFailed, StorageFull)
 
 Step = Annotated[int, Field(ge=0, le=2**53)]
@@ -205,7 +205,13 @@ async def add_rollouts(run_id: PathText, body: NewRollouts, access: AccessDep) -
     return RolloutsWritten(rollouts=written.written, dropped=written.dropped, why=written.why)
 
 
-@router.operation("GET", "/runs/{run_id}/rollouts", role="reader", errors=[UnknownRun, *_DISK])
+@router.operation(
+    "GET",
+    "/runs/{run_id}/rollouts",
+    role="reader",
+    errors=[UnknownRun, *_DISK],
+    response_model=Rollouts,
+)
 async def run_rollouts(
     run_id: PathText,
     access: AccessDep,
@@ -215,13 +221,13 @@ async def run_rollouts(
     limit: Annotated[Limit, Query()] = 50,
     offset: Annotated[Offset, Query()] = 0,
     before: Annotated[Step | Omitted, Query()] = None,
-) -> Rollouts:
+) -> Response:
     """Return rollouts of a step, by default of the newest, or of the newest before `before`.
     `order` is `given`, `reward` or `-reward`. `search` is a text in any field, in any case. A page
     ends early after 16 MiB."""
     await _check_owner(run_id, access)
     page = await access.gateway.record.rollouts(run_id, step, order, search, limit, offset, before)
-    return Rollouts.of(page, steps=[RolloutStepInfo.of(step) for step in page.steps])
+    return Response(await asyncio.to_thread(orjson.dumps, page), media_type=JSON)
 
 
 def _curves_body(curves: dict[str, Curve]) -> bytes:

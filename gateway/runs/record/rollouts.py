@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -66,17 +67,18 @@ class RolloutPage:
 def lines_of_rollouts(
     rollouts: Sequence[Rollout], *, step: int, batch: str, at: float
 ) -> list[tuple[bytes, float | None]]:
-    """Return each rollout's line and its finite reward, without too large ones. Numbers that are
-    not finite become text in `reward` and `advantage`, and null in lists."""
+    """Return each rollout's line and its finite reward, without too large or deep ones. Numbers
+    that are not finite become text in `reward` and `advantage`, and null in lists."""
     found = []
     for rollout in rollouts:
         row = {"at": at, **rollout, "step": step, BATCH_ID: batch}
         for name in ("reward", "advantage"):
             if isinstance(value := row.get(name), float):
                 row[name] = as_json(value)
-        line = orjson.dumps(row)
-        if len(line) <= MAX_ROLLOUT:
-            found.append((line + b"\n", reward_of(rollout)))
+        with suppress(orjson.JSONEncodeError):  # an integer beyond 64 bits, or too deep a nesting
+            line = orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE)
+            if len(line) <= MAX_ROLLOUT:
+                found.append((line, reward_of(rollout)))
     return found
 
 

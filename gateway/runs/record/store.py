@@ -55,6 +55,7 @@ MAX_RECORD = 2 * 2**30
 _PENDING = 1000
 """Server rows of a run that wait for a failing disk."""
 _RETRY = 5.0
+_CLOSE = 10.0
 _IDLE = 3600.0
 """Seconds until a run without new rows leaves the memory."""
 _STEPS = 1000
@@ -120,14 +121,15 @@ class RecordStore:
         for task in (tasks := list(self._flushing.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for run_id in list(self._pending):
-            try:
-                await self._write_pending(run_id)
-            except StorageFailed as error:
-                self._log.error("server_rows_lost", run_id=run_id, reason=error.message)
-        await self.identity_files.close()
-        self._threads.shutdown()
-        self._readers.shutdown(cancel_futures=True)
+        try:
+            async with asyncio.timeout(_CLOSE):
+                for run_id in list(self._pending):
+                    await self._write_pending(run_id)
+                await self.identity_files.close()
+        except (StorageFailed, TimeoutError) as error:
+            self._log.error("server_rows_lost", runs=len(self._pending), reason=describe(error))
+        for threads in (self._threads, self._readers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     # --- Writing ------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class RecordStore:
             )
             dropped = len(rollouts) - len(found)
             if dropped and not why:
-                why = "a rollout has more than 1 MiB as JSON"
+                why = "a rollout has more than 1 MiB, 250 levels or 64 bits of an integer"
             lines = [line for line, _ in found]
             place = Place()
             if lines:

@@ -158,9 +158,23 @@ def test_rows_beyond_a_limit_are_dropped_and_counted(gate, client):
     )
     assert (told["rows"], told["dropped"]) == (1, 3) and "tandem/" in told["why"]
     assert curves(client, run).keys() == {"fine"}
-    large = {"answer": "x" * 2**20}
-    told = add_rollouts(client, run, 1, {"answer": "y"}, large)
-    assert (told["rollouts"], told["dropped"]) == (1, 1) and "1 MiB" in told["why"]
+    large, wide, deep = {"answer": "x" * 2**20}, {"seed": 2**64}, []
+    for _ in range(150):
+        deep = [deep]
+    told = add_rollouts(client, run, 1, {"answer": "y"}, large, wide, {"deep": deep})
+    assert (told["rollouts"], told["dropped"]) == (2, 2) and "1 MiB" in told["why"]
+    assert ok(client.get(f"{RUNS}/{run}/rollouts"))["rollouts"][1]["deep"] == deep
+
+
+def test_a_name_with_a_zero_character_is_kept_without_it(gate, client):
+    run = new_run(gate, name="a\0b", tags='["t\\u0000"]', config='{"k\\u0000": "v\\u0000"}')
+    told = ok(client.get(f"{RUNS}/{run}"))
+    assert (told["name"], told["tags"]) == ("a\ufffdb", ["t\0"])
+    assert log(client, run, (1, {"n\0": 1}))["rows"] == 1
+    assert add_rollouts(client, run, 1, {"k\0": "v\0"}, batch="b\0")["rollouts"] == 1
+    assert add_rollouts(client, run, 1, {"k\0": "v\0"}, batch="b\0")["rollouts"] == 1
+    assert ok(client.get(f"{RUNS}/{run}/rollouts"))["rollouts"][0]["k\0"] == "v\0"
+    assert curves(client, run).keys() == {"n\0"}
 
 
 def test_the_server_logs_each_optimizer_step_and_tells_the_client(gate, client):
