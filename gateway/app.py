@@ -29,7 +29,7 @@ from gateway.api.middleware import RequestBoundary
 from gateway.api.openai.routes import PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.pages import chat, compare, devices, sign_in
+from gateway.api.pages import chat, compare, devices, rollouts, sign_in
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
 from gateway.api.pages.run_views import RunViews
@@ -122,6 +122,7 @@ ROUTERS = (
     compare.router,
     devices.router,
     chat.router,
+    rollouts.router,
 )
 """The most frequent routes first, since routes are tried in order."""
 

@@ -49,7 +49,7 @@ class InferenceService:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._tokenizer = lru_cache(maxsize=8)(  # a model that is added again has a new key
+        self.tokenizer = lru_cache(maxsize=8)(  # a model that is added again has a new key
             lambda model: ModelTokenizer(model.name, Path(model.path))
         )
         self._preparation = FairSemaphore(slots=_MOST_PREPARING)
@@ -117,7 +117,7 @@ class InferenceService:
         """Return one engine request per prompt and the response builder, in a thread. Raises
         `InvalidRequest` or a subclass, `SequenceTooLong`, `EmptyBatch` or `TokenOutOfVocabulary`.
         """
-        tokenizer = self._tokenizer(target.model)
+        tokenizer = self.tokenizer(target.model)
         params = sampling_params(request, tokenizer)
         prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
         requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]

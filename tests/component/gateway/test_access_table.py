@@ -41,6 +41,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "compare_page": OWN_LOOK,
     "checkpoint_page": OWN_LOOK,
     "devices_page": EVERYBODY,
+    "rollouts_page": OWN_LOOK,
+    "rollout_page": (401, 404, 400, 400, 400),  # the run has none
     "chat_page": EVERYBODY,
     "chat": CHANGE,
     "chat_stream": (401, 400, 403, 400, 400),  # the form names no model

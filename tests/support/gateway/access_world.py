@@ -270,6 +270,8 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         w.state.replace("tinker://", "/runs/").replace("/weights/", "/files/weights/")
     ),
     "devices_page": _get("/devices"),
+    "rollouts_page": lambda w: Call(f"/runs/{w.run}/rollouts"),
+    "rollout_page": lambda w: Call(f"/runs/{w.run}/rollouts/0/0"),
     "chat_page": _get("/chat"),
     "chat": lambda w: _form("/chat", {}, {}),
     "chat_stream": lambda w: _form("/chat/stream", {}, {}),
