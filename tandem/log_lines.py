@@ -26,6 +26,9 @@ _MOST_BYTES_OF_WORKER = 512 * 2**10
 _MOST_BYTES_OF_ONE = 32 * 2**20
 _MOST_LOGS = 24
 _SESSION = re.compile(rb"\bs-[0-9a-f]{12}\b")
+_GLOG = re.compile(rb"\[?([IWEF])[0-9]{4} ")
+_GLOG_LEVELS = {b"I": "info", b"W": "warning", b"E": "error", b"F": "error"}
+"""The first letter of a line of torch's C++ code is its level."""
 _RUN = re.compile(rb"\bs-[0-9a-f]{12}:train:[0-9]+")
 
 
@@ -134,7 +137,8 @@ def _read(file: LogFile, raw_lines: list[bytes]) -> list[tuple[bytes, float, str
     found: list[tuple[bytes, float | None, str]] = []
     at: float | None = None
     for raw in raw_lines:
-        level = "error"
+        glog = _GLOG.match(raw)
+        level = _GLOG_LEVELS[glog[1]] if glog else "error"
         with suppress(ValueError, TypeError, KeyError):
             content = orjson.loads(raw)
             stamp = datetime.fromisoformat(content["timestamp"]).timestamp()

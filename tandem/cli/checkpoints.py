@@ -91,7 +91,9 @@ def delete(
 ) -> None:
     """Delete checkpoints.
 
-    Their files are removed once nothing uses them."""
+    Their files are removed once nothing uses them.
+
+    Example: tandem checkpoints delete tinker://RUN/weights/warm-up"""
     for path in paths:
         _split(path)
     if not yes and not typer.confirm(f"Delete {', '.join(paths)}?", err=True):

@@ -311,8 +311,8 @@ def read_answer(target: Target, answer: httpx.Response) -> Any:
     if isinstance(error, Unauthenticated) and os.environ.get(KEY_VARIABLE) == target.api_key:
         or_none = "" if target.remote else ", or unset it to act as the local administrator"
         raise Unauthenticated(
-            f"{target.url} refuses {KEY_VARIABLE}: {error.message}; set it to a key of this "
-            f"gateway{or_none}"
+            f"{target.url} refuses {KEY_VARIABLE}: {error.message.partition(';')[0]}; set it to a "
+            f"key of this gateway, which an admin makes with `tandem keys create`{or_none}"
         )
     if isinstance(error, PermissionDenied):
         raise PermissionDenied(f"{target.url} does not permit this: {error.message}")

@@ -62,7 +62,9 @@ _HOLDING = (
 
 @app.command("list")
 def list_groups(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """List device groups with their devices, workers and switches."""
+    """List device groups with their devices, workers and switches.
+
+    Example: tandem groups list --json"""
     answer = call(data_dir, "GET", "groups")
     end_if_json(as_json, answer)
     _show_groups(answer)
@@ -100,7 +102,9 @@ def top(
 ) -> None:
     """Show every worker's turn, wait and reason, and each owner's device seconds.
 
-    The display repeats until Ctrl-C. Use --once to print it once."""
+    The display repeats until Ctrl-C. Use --once to print it once.
+
+    Example: tandem top --interval 5"""
     if once or as_json:
         _look(data_dir, as_json=as_json)
         return

@@ -85,7 +85,9 @@ def list_keys(
 ) -> None:
     """List all keys, including expired and revoked ones.
 
-    The keys themselves are not shown."""
+    The keys themselves are not shown.
+
+    Example: tandem keys list --json"""
     answer = _ask(data_dir, "list", offline=offline)
     end_if_json(as_json, answer)
     show_table(
@@ -104,7 +106,9 @@ def revoke(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Revoke a key and all its tokens at once."""
+    """Revoke a key and all its tokens at once.
+
+    Example: tandem keys revoke k-0123456789ab"""
     answer = _ask(data_dir, "revoke", key_id=key_id, offline=offline)
     end_if_json(as_json, answer)
     say(f"{answer['id']} of {answer['owner']} is revoked.")

@@ -23,7 +23,6 @@ from tandem.cli import (
     models,
     observe,
     owners,
-    run_export,
     runs,
     scale,
     sessions,
@@ -51,7 +50,6 @@ app.command("doctor", here=True)(doctor.doctor)
 app.command("config")(config.config)
 app.command("version", here=True)(observe.version)
 app.command("ping")(observe.ping)
-runs.app.command("export")(run_export.export)
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

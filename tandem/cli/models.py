@@ -187,7 +187,9 @@ def remove(
     """Remove a base model's name.
 
     Its files stay. Runs and engines that use it continue until their session ends or the gateway
-    restarts."""
+    restarts.
+
+    Example: tandem models remove my/model"""
     call(data_dir, "DELETE", f"models/{quote(name)}")
     end_if_json(as_json, {"removed": name})
     say(f"{name} is no longer registered.")
@@ -195,7 +197,9 @@ def remove(
 
 @app.command("list")
 def list_models(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """List the registered base models."""
+    """List the registered base models.
+
+    Example: tandem models list --json"""
     answer = call(data_dir, "GET", "models")
     end_if_json(as_json, answer)
     show_table(

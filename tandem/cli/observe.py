@@ -63,7 +63,9 @@ _PINGS = 5
 
 
 def status(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Show sessions, training runs, samplers and workers, with their queues."""
+    """Show sessions, training runs, samplers and workers, with their queues.
+
+    Example: tandem status --json"""
     answer = call(data_dir, "GET", "status")
     end_if_json(as_json, answer)
     for sentence in answer["warnings"]:
@@ -118,7 +120,9 @@ def ping(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 
 
 def version(as_json: JsonFlag = False) -> None:
-    """Print the versions of Tandem and its libraries."""
+    """Print the versions of Tandem and its libraries.
+
+    Example: tandem version --json"""
     from tandem.demo.run import versions
 
     found = versions()

@@ -23,7 +23,9 @@ _BUDGETS = ("device_hours", "tokens")
 def list_owners(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
     """List owners with their limits and budgets, as USED/LIMIT. Others than admins see themselves.
 
-    A star marks a limit that is not the settings'."""
+    A star marks a limit that is not the settings'.
+
+    Example: tandem owners list --json"""
     answer = call(data_dir, "GET", "owners")
     end_if_json(as_json, answer)
     _show(answer["owners"])
@@ -31,7 +33,9 @@ def list_owners(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 
 @app.command("show")
 def show(owner: Annotated[str, _NAME], data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Show an owner's limits and budget, as USED/LIMIT."""
+    """Show an owner's limits and budget, as USED/LIMIT.
+
+    Example: tandem owners show ann"""
     answer = call(data_dir, "GET", f"owners/{quote(owner, safe='')}")
     end_if_json(as_json, answer)
     _show([answer])

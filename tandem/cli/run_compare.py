@@ -20,6 +20,8 @@ from tandem.errors import UserError
 
 _MOST_METRICS = 12
 _ABSENT = "-"
+_SECONDS = f"{SERVER}seconds/"
+"""`runs show` has their shares."""
 
 
 def compare(
@@ -111,7 +113,7 @@ def _about(runs: Sequence[Row], best: dict[str, list[Row | None]]) -> list[tuple
 
 def _last_values(runs: Sequence[Row]) -> list[tuple[str, ...]]:
     """Return the newest values of the user's metrics, then of the server's, a few of them."""
-    names = {name for run in runs for name in run["last"]}
+    names = {name for run in runs for name in run["last"] if not name.startswith(_SECONDS)}
     chosen = sorted(names, key=lambda name: (name.startswith(SERVER), name))[:_MOST_METRICS]
     return [(name, *(number(run["last"].get(name)) for run in runs)) for name in chosen]
 

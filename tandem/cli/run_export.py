@@ -15,7 +15,8 @@ from urllib.parse import urlencode
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, call, id_in_url, say_aside
+from tandem.cli.context import DataDir, call, say_aside
+from tandem.cli.run_names import RunArgument, run_in_url
 
 _POINTS = 1_000_000
 _PAGE = 1000
@@ -25,10 +26,7 @@ Row = dict[str, Any]
 
 
 def export(
-    run: Annotated[
-        str,
-        typer.Argument(help="Such as s-0123456789ab:train:0; `tandem runs list` lists them."),
-    ],
+    run: RunArgument,
     format_: Annotated[
         Literal["jsonl", "csv"], typer.Option("--format", help="One JSON object a line, or CSV.")
     ] = "jsonl",
@@ -44,8 +42,8 @@ def export(
 
     Metrics have one row for each step and source. The source `tandem` counts optimizer steps.
 
-    Example: tandem runs export s-0123456789ab:train:0 --format csv -o metrics.csv"""
-    path = f"runs/{id_in_url(run)}"
+    Example: tandem runs export my-run --format csv -o metrics.csv"""
+    path = f"runs/{run_in_url(data_dir, run)}"
     rows = _rollouts(path, data_dir) if rollouts else _metrics(path, data_dir)
     count = 0
 

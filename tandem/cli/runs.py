@@ -1,6 +1,6 @@
 """`tandem runs`: list runs, and set their names, tags and configurations.
 
-`run_show` shows one, `run_compare` several, and `run_stop` ends one."""
+`run_show` shows one, `run_compare` several, `run_export` writes a record, `run_stop` ends one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlencode
 import orjson
 import typer
 
-from tandem.cli import run_compare, run_show, run_stop
+from tandem.cli import run_compare, run_export, run_show, run_stop
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, say
 from tandem.cli.run_names import RunArgument, run_in_url
 from tandem.cli.run_values import Row, done, main_value, step_of
@@ -110,6 +110,7 @@ def set_run(
 app.command("show")(run_show.show)
 app.command("compare")(run_compare.compare)
 app.command("stop")(run_stop.stop)
+app.command("export")(run_export.export)
 
 
 def _pages(

@@ -43,6 +43,12 @@ def test_every_command_that_answers_can_answer_with_json():
     assert without == [("agent",), ("demo",), ("runs", "export")]
 
 
+def test_the_help_of_every_command_has_an_example_that_begins_with_it():
+    paths = [path for path in commands(command_at(())) if not hasattr(command_at(path), "commands")]
+    helps = {path: command_at(path).help or "" for path in paths}
+    assert [p for p, text in helps.items() if f": tandem {' '.join(p)}" not in text] == []
+
+
 def test_the_help_of_a_run_shows_an_id_as_it_is():
     assert "s-0123456789ab:train:0" in CliRunner().invoke(app, ["runs", "show", "--help"]).output
 

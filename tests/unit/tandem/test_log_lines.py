@@ -140,6 +140,12 @@ def test_a_long_log_is_read_from_its_end_into_its_copies_and_from_a_time_in_step
     assert (len(lines), cut) == (3000, False)
 
 
+def test_a_line_of_torchs_code_has_the_level_of_its_first_letter(folder):
+    write(folder, "trainer", "[W1127 08:45:37.874262014 utils.cpp:68] Warning: NUMA binding")
+    levels = [each.level for each in read(folder, level="warning") if "NUMA" in each.text]
+    assert levels == ["warning"]
+
+
 def test_a_torn_line_and_a_file_of_garbage_do_no_harm(folder):
     (folder / "odd.log").write_bytes(b'\xff\xfe\x00 no json\n[1]\n{"timestamp": 3}\n{"event"')
     assert len([each for each in read(folder) if each.log == "odd"]) == 4
