@@ -15,14 +15,11 @@ from tests.support.prometheus import (
     panel_expressions,
     running_prometheus,
 )
-from tests.support.sdk import TIMEOUT, adam, datum, sample
+from tests.support.sdk import TIMEOUT, adam, datum, sample, train
 from tests.support.stacks import TestStack
 from tests.support.waiting import wait_until
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PROGRAM.exists(), reason="Debian's prometheus is not installed"),
-]
+pytestmark = pytest.mark.skipif(not PROGRAM.exists(), reason="Debian's prometheus is not installed")
 
 PROMPT = [7, 8, 9]
 
@@ -52,6 +49,7 @@ def missing(prometheus: Prometheus) -> list[tuple[str, str]]:
     return [(name, each) for name, each in expressions if not prometheus.query(each)]
 
 
+@pytest.mark.slow
 def test_every_expression_of_panels_and_alerts_returns_a_series(
     stack: TestStack, run: TrainingClient, tmp_path
 ) -> None:
@@ -68,3 +66,29 @@ def test_every_expression_of_panels_and_alerts_returns_a_series(
             "trainer",
             "sampler",
         }
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_wrong_sampling_temperature_fires_the_gap_alert_and_no_learning_does_not(
+    stack: TestStack, run: TrainingClient, tmp_path
+) -> None:
+    train(run, seed=5, steps=60)  # an untrained model's distribution is flat at each temperature
+    gap = 'sum(tandem_gateway_logprob_gap_count{statistic="mean"})'
+    with running_prometheus(tmp_path, stack.stack.endpoint) as prometheus:
+
+        def steps() -> int:
+            found = prometheus.query(gap)
+            return int(found[0]["value"][1]) if found else 0
+
+        reinforce(run, rate=0.0)
+        before = wait_until(steps)
+        for _ in range(100):
+            reinforce(run, rate=0.0)
+        wait_until(lambda: steps() == before + 100)
+        value = prometheus.query(alert_values()["TandemLogprobGap"])
+        assert float(value[0]["value"][1]) == 0
+        assert "TandemLogprobGap" not in prometheus.alerts()
+        for _ in range(8):
+            reinforce(run, rate=0.0, temperature=0.5)
+        wait_until(lambda: "TandemLogprobGap" in prometheus.alerts())
