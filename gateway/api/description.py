@@ -19,6 +19,7 @@ from starlette.responses import FileResponse, HTMLResponse, Response
 
 from gateway.api.errors import json_response
 from gateway.api.fields import PathText
+from gateway.api.pages.routing import PageOperation
 from gateway.api.routing import BOUNDS, RAW, Router, file_response
 from tandem import __version__
 
@@ -32,7 +33,7 @@ _ABOUT = (
 _STATIC = Path(fastapi_offline.__file__).parent / "static"
 _FILES = frozenset({"swagger-ui-bundle.js", "swagger-ui.css", "favicon.png"})
 
-router = Router(tag="Tandem")
+router = Router(tag="Tandem", route_class=PageOperation)
 
 
 @router.operation(

@@ -8,6 +8,8 @@ import re
 import tempfile
 from pathlib import Path
 
+import httpx
+
 from scripts.api_docs import PAGE, page
 from tests.support.gateway.access_world import OPERATIONS
 from tests.support.gateway.running import KEY, running_gateway
@@ -50,6 +52,17 @@ def test_the_document_is_served_for_a_key(tmp_path):
         assert KEY not in answer.text
         assert str(tmp_path) not in answer.text
         assert client.get("/openapi.json", headers={"X-API-Key": ""}).status_code == 401
+
+
+def test_a_browser_signs_in_to_the_page_of_the_document(gate):
+    accepts_pages = {"Accept": "text/html"}
+    with httpx.Client(base_url=gate.url, headers=accepts_pages, verify=False) as browser:
+        assert browser.get("/docs").headers["location"].startswith("/sign-in")
+        form = browser.get("/sign-in").text
+        token = re.search(r'name="form_token" value="(\w+)"', form)[1]
+        browser.post("/sign-in", data={"form_token": token, "key": KEY})
+        for path in ("/docs", "/docs/swagger-ui.css", "/openapi.json"):
+            assert browser.get(path).status_code == 200
 
 
 def test_the_page_of_the_document_needs_only_this_server(gate):
