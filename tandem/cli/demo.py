@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from tandem.agent.host import this_host
-from tandem.cli.context import err, out, read_settings
+from tandem.cli.context import err, out, read_settings, resolve_data_dir
 from tandem.cli.up import interrupt
 from tandem.demo.configuration import DemoConfiguration, Reinforcement
 from tandem.stack import Endpoint
@@ -55,6 +55,7 @@ def demo(
     from tandem.demo.run import default_out, run_demo
 
     endpoint = None
+    resolve_data_dir(data_dir)  # refuses --url
     if base_url:
         if ranks is not None:
             raise typer.BadParameter(

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,7 +27,6 @@ from tandem.cli.context import (
     print_json,
     remote_url,
     resolve_data_dir,
-    say,
     say_aside,
 )
 from tandem.cli.keys import parse_duration
@@ -46,20 +45,7 @@ _TOLD = ("timestamp", "level", "event", "service", "session_id", "run_id", "requ
 Line = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    log: str
-    run: str
-    request: str
-    level: str
-    since: float
-
-    @property
-    def is_all(self) -> bool:
-        return not (self.log or self.run or self.request or self.since or self.level != "debug")
-
-
-Read = Callable[[_Wanted, int], tuple[list[Line], bool]]
+Read = Callable[[LogFilter, int], tuple[list[Line], bool]]
 
 
 def logs(
@@ -92,14 +78,9 @@ def logs(
     Example: tandem logs --run my-run --level warning --follow"""
     start = time.time() - parse_duration(since) if since else 0.0
     by_files = _reads_files(data_dir)
-    wanted = _Wanted(
-        log=worker or "",
-        run=run_id(data_dir, run) if run else "",
-        request=request,
-        level=level,
-        since=start,
-    )
-    if wanted.is_all and not follow:
+    name = run_id(data_dir, run) if run else ""
+    wanted = LogFilter(log=worker or "", run=name, request=request, level=level, since=start)
+    if wanted == LogFilter() and not follow:
         _list(data_dir, by_files=by_files, as_json=as_json)
         return
     read = _from_files(data_dir) if by_files else _from_gateway(data_dir)
@@ -110,8 +91,10 @@ def logs(
         print_json({"lines": found, "cut": cut})
         return
     _print(found, as_json=as_json, one_log=bool(worker))
-    if cut and len(found) < lines and not as_json:
+    if cut and len(found) < lines:
         say_aside("Older lines may exist: each log is read from its end only.")
+    elif not found:
+        say_aside("No such lines.")
     if follow:
         with suppress(KeyboardInterrupt):
             for added in _added(read, wanted, found):
@@ -128,15 +111,15 @@ def _reads_files(data_dir: Path | None) -> bool:
 def _from_files(data_dir: Path | None) -> Read:
     folder = resolve_data_dir(data_dir) / "logs"
 
-    def read(wanted: _Wanted, limit: int) -> tuple[list[Line], bool]:
-        found, cut = read_log_lines(folder, LogFilter(**vars(wanted)), limit=limit)
+    def read(wanted: LogFilter, limit: int) -> tuple[list[Line], bool]:
+        found, cut = read_log_lines(folder, wanted, limit=limit)
         return [vars(line) for line in found], cut
 
     return read
 
 
 def _from_gateway(data_dir: Path | None) -> Read:
-    def read(wanted: _Wanted, limit: int) -> tuple[list[Line], bool]:
+    def read(wanted: LogFilter, limit: int) -> tuple[list[Line], bool]:
         asked = {name: value for name, value in vars(wanted).items() if value}
         answer = call(data_dir, "GET", f"logs?{urlencode({**asked, 'limit': limit})}")
         return answer["lines"], answer["cut"]
@@ -144,7 +127,7 @@ def _from_gateway(data_dir: Path | None) -> Read:
     return read
 
 
-def _added(read: Read, wanted: _Wanted, shown: list[Line]) -> Iterator[list[Line]]:
+def _added(read: Read, wanted: LogFilter, shown: list[Line]) -> Iterator[list[Line]]:
     """Yield further lines for ever. A restart of the gateway is waited for."""
     newest = max((line["at"] for line in shown), default=time.time())
     seen = {_identity(line): line["at"] for line in shown}
@@ -153,7 +136,7 @@ def _added(read: Read, wanted: _Wanted, shown: list[Line]) -> Iterator[list[Line
         time.sleep(_POLL_SECONDS)
         begin = max(wanted.since, newest - _LATE_SECONDS)
         try:
-            found, _ = read(_Wanted(**vars(wanted) | {"since": begin}), _FOLLOWED_LINES)
+            found, _ = read(replace(wanted, since=begin), _FOLLOWED_LINES)
         except ServerError as error:
             if not silent:
                 say_aside(f"{error.message} (waiting)")
@@ -189,7 +172,7 @@ def _print(found: Iterable[Line], *, as_json: bool, one_log: bool) -> None:
         if as_json:
             print(orjson.dumps(line).decode(), flush=True)
         else:
-            say(_as_text(line, one_log=one_log))
+            print(_as_text(line, one_log=one_log), flush=True)
 
 
 def _as_text(line: Line, *, one_log: bool) -> str:
@@ -234,7 +217,7 @@ def _list(data_dir: Path | None, *, by_files: bool, as_json: bool) -> None:
             )
             for row in rows
         ],
-        empty="No logs.",
+        empty="No logs. The logs of pods are with `kubectl logs`.",
     )
 
 

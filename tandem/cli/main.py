@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -89,6 +90,9 @@ def main() -> None:
     except (TandemError, ValueError) as error:
         fail(describe(error))
         sys.exit(2 if isinstance(error, UnknownSetting) else 1)
+    except BrokenPipeError:  # the reader has read enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
     except OSError as error:  # such as a file that cannot be written
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
         sys.exit(1)

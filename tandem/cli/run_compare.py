@@ -15,7 +15,7 @@ from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
 from tandem.cli.run_charts import number, overlay_chart, points_of
 from tandem.cli.run_names import run_in_url
 from tandem.cli.run_values import SERVER, Row, done, flat, full_name, main_metric, step_of
-from tandem.cli.tables import Column, show_table
+from tandem.cli.tables import Column, printable, show_table
 from tandem.errors import UserError
 
 _MOST_METRICS = 12
@@ -56,7 +56,7 @@ def compare(
     )
     letters = ascii_uppercase[: len(found)]
     for letter, run in zip(letters, found, strict=True):
-        say(f"{letter}: {run['name'] or '(no name)'}, {run['id']}")
+        say(printable(f"{letter}: {run['name'] or '(no name)'}, {run['id']}"))
     say("")
     _show("", letters, [*_about(found, best), *_last_values(found)])
     if differing:
@@ -68,7 +68,8 @@ def compare(
     for name in names:
         points = [points_of(its[name]) if name in its else [] for its in curves]
         if any(points):
-            say(f"\n{name}")
+            say("")
+            say(printable(name))
             say(overlay_chart(points))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import quote, urlencode
@@ -34,9 +35,9 @@ def run_id(data_dir: Path | None, given: str) -> str:
             f"{given!r} is not a run's name, nor an id such as s-0123456789ab:train:0; "
             "`tandem runs list` shows both"
         )
-    found = [run for run in _pages(data_dir, name=given) if run["name"] == given]
+    found = [run for run in list_pages(data_dir, {"name": given})[0] if run["name"] == given]
     if not found and given.startswith("s-"):
-        found = [run for run in _pages(data_dir) if run["id"].startswith(given)]
+        found = [run for run in list_pages(data_dir, {})[0] if run["id"].startswith(given)]
     if not found:
         raise UnknownRun(
             f"no run has the name {given!r}, or an id that begins with it; `tandem runs list` "
@@ -53,14 +54,19 @@ def run_in_url(data_dir: Path | None, given: str) -> str:
     return quote(run_id(data_dir, given), safe=":")
 
 
-def _pages(data_dir: Path | None, **filters: str) -> list[dict[str, Any]]:
+def list_pages(
+    data_dir: Path | None, filters: Mapping[str, str], *, most: int | None = None
+) -> tuple[list[dict[str, Any]], int]:
+    """Return the newest runs, `None` for all of them, and how many there are."""
     runs: list[dict[str, Any]] = []
     while True:
-        query = urlencode({**filters, "limit": _PAGE, "offset": len(runs)})
+        page = _PAGE if most is None else min(_PAGE, most - len(runs))
+        query = urlencode({**filters, "limit": page, "offset": len(runs)})
         answer = call(data_dir, "GET", f"runs?{query}")
         runs += answer["runs"]
-        if not answer["runs"] or len(runs) >= answer["total_count"]:
-            return runs
+        total = int(answer["total_count"])
+        if not answer["runs"] or len(runs) >= min(total, most or total):
+            return runs, total
 
 
 def _described(run: dict[str, Any]) -> str:

@@ -105,7 +105,7 @@ def _say_about(about: Row, answer: Row) -> None:
     ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""
     say(f"{about['state']}, created {moment(about['created_at'])}{ended} (UTC)")
     if about["reason"]:
-        say(about["reason"])
+        say(printable(about["reason"]))
     if about["parent_run"]:
         say(f"continues {about['parent_run']}")
     if progress := about["progress"]:

@@ -6,21 +6,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import orjson
 import typer
 
 from tandem.cli import run_compare, run_export, run_show, run_stop
 from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, say
-from tandem.cli.run_names import RunArgument, run_in_url
-from tandem.cli.run_values import Row, done, main_value, step_of
+from tandem.cli.run_names import RunArgument, list_pages, run_in_url
+from tandem.cli.run_values import done, main_value, step_of
 from tandem.cli.tables import Column, moment, say_rest, show_table
 from tandem.errors import UserError
 
 app = new_commands("Training runs: list them, show their steps, compare, name and stop them.")
-
-_PAGE = 1000
 
 
 @app.command("list")
@@ -39,7 +36,7 @@ def list_runs(
     Example: tandem runs list --tag grpo --state active"""
     given = {"name": name, "tag": tag, "state": state, "owner": owner}
     filters = {key: value for key, value in given.items() if value}
-    runs, total = _pages(data_dir, filters, most=None if every else limit)
+    runs, total = list_pages(data_dir, filters, most=None if every else limit)
     end_if_json(as_json, {"runs": runs, "total_count": total})
     show_table(
         [
@@ -111,21 +108,6 @@ app.command("show")(run_show.show)
 app.command("compare")(run_compare.compare)
 app.command("stop")(run_stop.stop)
 app.command("export")(run_export.export)
-
-
-def _pages(
-    data_dir: Path | None, filters: dict[str, str], *, most: int | None
-) -> tuple[list[Row], int]:
-    """Return the newest runs, `None` for all of them, and how many there are."""
-    runs: list[Row] = []
-    while True:
-        page = _PAGE if most is None else min(_PAGE, most - len(runs))
-        query = urlencode({**filters, "limit": page, "offset": len(runs)})
-        answer = call(data_dir, "GET", f"runs?{query}")
-        runs += answer["runs"]
-        total = int(answer["total_count"])
-        if not answer["runs"] or len(runs) >= min(total, most or total):
-            return runs, total
 
 
 def _read_config(given: str) -> Any:

@@ -225,7 +225,9 @@ class RunRecords:
         ]
 
     async def names(self, run_ids: Sequence[str]) -> dict[str, str]:
-        """Return the names of those runs that have one."""
+        """Return the names of the named runs by id."""
+        if not run_ids:
+            return {}
         await self.database.flush()
         rows = await self.database.read(
             select(runs.c.id, runs.c.name).where(runs.c.id.in_(run_ids), runs.c.name.is_not(None))

@@ -185,7 +185,7 @@ def test_following_prints_late_and_new_lines_once_and_waits_for_the_gateway(monk
         return found, False
 
     monkeypatch.setattr(logs.time, "sleep", lambda _seconds: None)
-    wanted = logs._Wanted(log="", run="", request="", level="debug", since=0.0)
+    wanted = LogFilter()
     added = []
     with pytest.raises(KeyboardInterrupt):
         for lines in logs._added(answer, wanted, last):
