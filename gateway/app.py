@@ -20,6 +20,7 @@ from typing import cast
 import uvicorn
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.api import description, http_connection
@@ -32,6 +33,7 @@ from gateway.api.openai.service import InferenceService
 from gateway.api.pages import chat, compare, devices, rollouts, sign_in
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
+from gateway.api.pages.routing import unknown_page
 from gateway.api.pages.run_views import RunViews
 from gateway.api.routing import PathOperation, identify
 from gateway.api.tandem import (
@@ -281,6 +283,9 @@ async def _serving_as_leader(
 
 async def _unknown_path(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer an unknown path, only for a valid key."""
+    if (page := unknown_page(Request(scope))) is not None:
+        await page(scope, receive, send)
+        return
     identify(scope)
     raise HTTPException(404)
 

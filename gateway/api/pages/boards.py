@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from gateway.api.pages.charts import Mark, figure, line_chart
+from gateway.api.pages.charts import Mark, line_chart
+from gateway.api.pages.texts import figure
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.progress import RecordIndex
 

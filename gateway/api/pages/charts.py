@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
+from gateway.api.pages.texts import figure, visible
 from gateway.runs.record.curves import Curve, Floats, Steps
 
 _WIDTH, _HEIGHT = 400, 200
@@ -96,19 +97,6 @@ def stacked_bars(parts: Sequence[Curve], *, title: str) -> Markup:
     return _figure(axes.drawn() + Markup().join(drawn), title)
 
 
-def figure(value: float | str | None) -> str:
-    """Return a number with four significant digits, such as `0.1235`, `12,300` or `1.20e-06`."""
-    if value is None or isinstance(value, str) or not math.isfinite(value):
-        return "–" if value is None else str(value)
-    if value == int(value) and abs(value) < 1e7:
-        return f"{int(value):,}"
-    if 1e-4 <= abs(value) < 1e7:
-        digits = max(0, 3 - math.floor(math.log10(abs(value))))
-        text = f"{value:,.{digits}f}"
-        return text.rstrip("0").rstrip(".") if "." in text else text
-    return f"{value:.2e}"
-
-
 class _Axes:
     def __init__(self, first: float, last: float, low: float, high: float) -> None:
         self._first, self._last = float(first), float(last) if last > first else float(first) + 1
@@ -152,7 +140,7 @@ class _Axes:
         seen = [mark for mark in marks if self._first <= mark.step <= self._last]
         xs = self.x(np.array([mark.step for mark in seen], dtype=np.int64))
         bottom = _HEIGHT - _BOTTOM
-        told = [f"{mark.text} (step {mark.step})" for mark in seen]
+        told = [f"{visible(mark.text)} (step {mark.step})" for mark in seen]
         return Markup().join(
             form.format(x, _TOP, bottom, text) for x, text in zip(xs, told, strict=True)
         )
@@ -178,4 +166,4 @@ def _points(x: Floats, y: Floats) -> str:
 
 def _figure(content: Markup, title: str) -> Markup:
     form = Markup('<svg class="chart" viewBox="0 0 {} {}" role="img" aria-label="{}">{}</svg>')
-    return form.format(_WIDTH, _HEIGHT, title, content)
+    return form.format(_WIDTH, _HEIGHT, visible(title), content)

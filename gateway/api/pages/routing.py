@@ -26,6 +26,7 @@ from tandem.errors import InvalidRequest, TandemError, Unauthenticated
 FORM = "application/x-www-form-urlencoded"
 FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
 FORM_TOKEN_HEADER = "x-form-token"
+_MOST_FIELDS = 100
 _SIGN_IN = "/sign-in"
 
 
@@ -34,19 +35,7 @@ class PageOperation(PathOperation):
     a cookie needs the page's form token."""
 
     def caller_of(self, scope: Scope) -> Caller:
-        request = Request(scope)
-        token = request.cookies.get(cookie_name(request))
-        if not token or {"x-api-key", "authorization"} & {*request.headers}:
-            return identify(scope)
-        gateway = cast(Gateway, scope["app"].state.gateway)
-        state = scope.setdefault("state", {})
-        try:
-            caller = state["caller"] = gateway.page_sessions.caller_of(token)
-        except Unauthenticated as refusal:
-            state[KEY_REFUSED] = refusal.type
-            raise
-        state["page_token"] = token
-        return caller
+        return _identify_browser(scope)
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -136,9 +125,13 @@ def form_token(secret: str) -> str:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Return the form's fields, the last of equal names. Raises as `BoundedRequest.body`."""
+    """Return the form's fields, the last of equal names. Raises `InvalidRequest`, and as
+    `BoundedRequest.body`."""
     body = await request.body()
-    return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=100))
+    try:
+        return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS))
+    except ValueError as error:
+        raise InvalidRequest(f"the form has more than {_MOST_FIELDS} fields") from error
 
 
 def check_token(sent: str, secret: str) -> None:
@@ -152,6 +145,35 @@ async def _check_form_token(request: Request, secret: str) -> None:
     if sent is None and request.headers.get("content-type", "").startswith(FORM):
         sent = (await read_form(request)).get("form_token")
     check_token(sent or "", secret)
+
+
+def _identify_browser(scope: Scope) -> Caller:
+    """Return the caller by the cookie or by a key. Raises `Unauthenticated`."""
+    request = Request(scope)
+    token = request.cookies.get(cookie_name(request))
+    if not token or {"x-api-key", "authorization"} & {*request.headers}:
+        return identify(scope)
+    gateway = cast(Gateway, scope["app"].state.gateway)
+    state = scope.setdefault("state", {})
+    try:
+        caller = state["caller"] = gateway.page_sessions.caller_of(token)
+    except Unauthenticated as refusal:
+        state[KEY_REFUSED] = refusal.type
+        raise
+    state["page_token"] = token
+    return caller
+
+
+def unknown_page(request: Request) -> Response | None:
+    """Return the answer to a browser with an unknown address, None for other clients."""
+    if not _is_browser(request):
+        return None
+    try:
+        _identify_browser(request.scope)
+    except Unauthenticated as refusal:
+        return _refusal(request, refusal)
+    message = "there is no page at this address"
+    return render_for(request, "refusal.html", status=404, message=message)
 
 
 def _is_browser(request: Request) -> bool:

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import mimetypes
-import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path, PurePosixPath
 
 import jinja2
-import orjson
 from starlette.responses import HTMLResponse, Response
 
-from gateway.api.pages.charts import figure
+from gateway.api.pages.texts import ago, clock, compact, figure, iso, visible
 from tandem import __version__
 
 _FOLDER = Path(__file__).parent
@@ -31,10 +28,6 @@ HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
 }
-
-_INVISIBLE = re.compile(
-    "[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]"
-)
 
 
 @dataclass(frozen=True)
@@ -67,7 +60,7 @@ def environment() -> jinja2.Environment:
         loader=jinja2.FileSystemLoader(_FOLDER / "templates"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
-        finalize=_visible,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )
@@ -79,37 +72,8 @@ def environment() -> jinja2.Environment:
     return found
 
 
-def clock(at: float, dated: bool = False) -> str:
-    """Return a time of day in UTC, with the day if `dated`. `at` is in seconds since 1970."""
-    return time.strftime("%d %b %H:%M" if dated else "%H:%M", time.gmtime(at))
-
-
-def iso(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))
-
-
-def ago(at: float) -> str:
-    """Return how long ago a time was, such as `5 min ago`, and the day after a week."""
-    seconds = max(0.0, time.time() - at)
-    for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= unit:
-            within = seconds < 7 * 86_400
-            return f"{seconds // unit:.0f} {name} ago" if within else clock(at, dated=True)
-    return "just now"
-
-
-def compact(value: object) -> str:
-    """Return a value of a configuration as JSON, a number with all its digits."""
-    return orjson.dumps(value, default=str).decode()
-
-
 def _with_item(items: Mapping[str, object], name: str, value: object) -> dict[str, object]:
     return {**items, name: value}
-
-
-def _visible(value: object) -> object:
-    """Replace control characters, and those that turn the direction of the text around them."""
-    return _INVISIBLE.sub("\ufffd", value) if type(value) is str else value
 
 
 def fragment(template: str, **data: object) -> str:

@@ -5,35 +5,14 @@ from __future__ import annotations
 import re
 import time
 
-import httpx
 import pytest
 
 from gateway.api.pages.templates import HEADERS, static_files
 from gateway.owners.auth import page_sessions
-from gateway.owners.auth.keys import NewKey
 from tandem.protocol.sign_in_code import make_code
-from tests.support.gateway.running import KEY, Gate, running_gateway
+from tests.support.gateway.browsers import browser, new_key, sign_in, token_in
+from tests.support.gateway.running import KEY, running_gateway
 from tests.support.waiting import wait_until
-
-BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
-
-
-def browser(gate: Gate) -> httpx.Client:
-    return httpx.Client(base_url=gate.url, headers=BROWSER, timeout=30, verify=False)
-
-
-def token_in(answer: httpx.Response) -> str:
-    return re.search(r'name="form_token" value="(\w+)"', answer.text)[1]
-
-
-def sign_in(client: httpx.Client, key: str = KEY, **fields: str) -> httpx.Response:
-    token = token_in(client.get("/sign-in"))
-    return client.post("/sign-in", data={"form_token": token, "key": key, **fields})
-
-
-def new_key(gate: Gate, role: str = "member", owner: str = "ann") -> tuple[str, str]:
-    key, secret = gate.run(gate.gateway.keys.create(NewKey(owner=owner, role=role)))
-    return key.id, secret
 
 
 def test_a_browser_without_a_session_gets_the_form_and_a_program_gets_json(gate):
