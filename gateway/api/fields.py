@@ -72,7 +72,7 @@ Moment = Annotated[AwareDatetime, BeforeValidator(_written)]
 Omitted = SkipJsonSchema[None]
 """The value of a missing query parameter, since a query cannot contain null."""
 
-WholeNumber = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=2**53)]
+WholeNumber = Annotated[int, Field(ge=0, le=2**53), BeforeValidator(_whole)]
 """A number of things in a request."""
 
 PathText = Annotated[str, StringConstraints(min_length=1)]
