@@ -36,7 +36,7 @@ _COUNTED_AS: dict[State, str] = {
 
 
 @dataclass
-class _Sums:
+class _UseSums:
     """`at`: its seconds are counted until then. `process` said `use` in its last heartbeat."""
 
     row: WorkerRow
@@ -83,12 +83,12 @@ class WorkerUseMeter:
         self._metrics = metrics
         self._clock = clock
         self._insert_or_add = database.insert_or_add(worker_use, counters=_COUNTERS, peaks=_PEAKS)
-        self._sums: dict[str, _Sums] = {}
+        self._sums: dict[str, _UseSums] = {}
 
     def note_state(self, row: WorkerRow, waited: float) -> None:
         """Note a row's new state. The oldest waiting call has waited for `waited` seconds."""
         now = self._clock()
-        sums = self._sums.setdefault(row.key, _Sums(row, now))
+        sums = self._sums.setdefault(row.key, _UseSums(row, now))
         sums.count_state(now, waited)
         if row.state == "gone":
             self._write(self._sums.pop(row.key))
@@ -105,12 +105,12 @@ class WorkerUseMeter:
         """Add all sums to the table. `rows` are all rows, also those of an earlier gateway."""
         now = self._clock()
         for row in rows:
-            sums = self._sums.setdefault(row.key, _Sums(row, now))
+            sums = self._sums.setdefault(row.key, _UseSums(row, now))
             if row.state != "asleep":  # counted when it wakes
                 sums.count_state(now)
             self._write(sums)
 
-    def _write(self, sums: _Sums) -> None:
+    def _write(self, sums: _UseSums) -> None:
         added, sums.added = sums.added, defaultdict(float)
         if not any(added.values()):
             return

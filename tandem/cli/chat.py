@@ -15,9 +15,9 @@ import orjson
 import typer
 
 from tandem.cli.context import (
+    ChosenGateway,
     DataDir,
     JsonFlag,
-    Target,
     call,
     chosen_gateway,
     err,
@@ -113,7 +113,7 @@ def chat(
             _converse(target, talks, line, complete=complete)
 
 
-def _converse(target: Target, talks: list[_Talk], line: str, *, complete: bool) -> None:
+def _converse(target: ChosenGateway, talks: list[_Talk], line: str, *, complete: bool) -> None:
     for talk in talks:
         try:
             _ask(target, talk, line, complete=complete)
@@ -156,7 +156,7 @@ def _model(data_dir: Path | None, given: str) -> str:
 
 
 def _ask(
-    target: Target, talk: _Talk, text: str, *, complete: bool, quiet: bool = False
+    target: ChosenGateway, talk: _Talk, text: str, *, complete: bool, quiet: bool = False
 ) -> dict[str, object]:
     """Print the answer while it comes, and add it to the conversation. Return it."""
     body: dict[str, object] = {"model": talk.model, "stream": True, **talk.options}
@@ -194,7 +194,7 @@ def _ask(
     return {"model": talk.model, "text": answer, **about}
 
 
-def _parts(target: Target, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _parts(target: ChosenGateway, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the parts of an answer. A starting engine is waited for. Raises the gateway's error."""
     with explained(target), target.client(timeout=_ANSWER_SECONDS) as client:
         for _ in range(_MOST_RETRIES):

@@ -158,7 +158,7 @@ def _with_url(function: Callable[..., None]) -> Callable[..., None]:
 
 
 @dataclass(frozen=True)
-class Target:
+class ChosenGateway:
     """A gateway, and the key that a command sends it. `remote`: a URL named it, so this machine's
     files may not be its files."""
 
@@ -190,7 +190,7 @@ def remote_url(data_dir: Path | None) -> str:
     return given.rstrip("/")
 
 
-def chosen_gateway(data_dir: Path | None) -> Target:
+def chosen_gateway(data_dir: Path | None) -> ChosenGateway:
     """Return the command's gateway. Raises `UserError` for a remote one without a key, or
     `ServerError` if no gateway runs here."""
     key = os.environ.get(KEY_VARIABLE, "")
@@ -200,11 +200,11 @@ def chosen_gateway(data_dir: Path | None) -> Target:
                 f"commands to {url} act as {KEY_VARIABLE}, which is not set; an admin makes a key "
                 "with `tandem keys create`"
             )
-        return Target(url, key, remote=True)
+        return ChosenGateway(url, key, remote=True)
     endpoint = running_gateway(data_dir)
     if data_dir is not None and os.environ.get(URL_VARIABLE):
         key = ""  # it is of the other gateway
-    return Target(endpoint.url, key or endpoint.api_key)
+    return ChosenGateway(endpoint.url, key or endpoint.api_key)
 
 
 def resolve_data_dir(data_dir: Path | None) -> Path:
@@ -257,7 +257,7 @@ def call(
 
 
 @contextmanager
-def explained(target: Target) -> Iterator[None]:
+def explained(target: ChosenGateway) -> Iterator[None]:
     """Raise `ServerError`, which says what to do, for a gateway that cannot be reached."""
     try:
         yield
@@ -289,7 +289,7 @@ def _tls_fault(error: BaseException) -> str | None:
     return None if cause is None else describe(cause)
 
 
-def read_answer(target: Target, answer: httpx.Response) -> Any:
+def read_answer(target: ChosenGateway, answer: httpx.Response) -> Any:
     """Return a JSON answer, None if it is empty. Raises the gateway's error, or `ServerError` if
     the server is no Tandem gateway."""
     if answer.is_success and not answer.content:

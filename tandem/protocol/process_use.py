@@ -78,7 +78,7 @@ class DeviceLoad:
         self._seen = dict.fromkeys(range(len(self._handles)), 0)
         """By device, the driver's time of the newest sample."""
 
-    def read(self, pids: Iterable[int]) -> _Load | None:
+    def read_load(self, pids: Iterable[int]) -> _Load | None:
         """Return the load since the last call, or None without a device."""
         mine = set(pids)
         memory = [self._memory(handle, mine) for handle in self._handles]
@@ -160,7 +160,7 @@ class UseMeter:
             cpu_seconds=self.use.cpu_seconds + max(0.0, computed),
             memory_bytes=sum(size for _, _, size in found),
         )
-        load = self._load.read(each.pid for each, _, _ in found) if self._load else None
+        load = self._load.read_load(each.pid for each, _, _ in found) if self._load else None
         if load is not None:
             use = replace(
                 use,
@@ -191,7 +191,7 @@ class UseThread:
         self.use = ProcessUse()
         self.text = ""
 
-    def begin(self) -> None:
+    def start_measuring(self) -> None:
         if not self._began:
             self._began = True
             threading.Thread(target=self._measure, name="process-use", daemon=True).start()

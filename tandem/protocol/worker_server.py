@@ -95,7 +95,7 @@ class WorkerServer:
         status = health_pb2.HealthCheckResponse
         await self._health.set("", status.SERVING if serving else status.NOT_SERVING)
         if serving:
-            self._use.begin()
+            self._use.start_measuring()
 
     async def stop_serving(self, grace: float) -> None:
         """Refuse new calls, and cancel unfinished ones after `grace` seconds."""

@@ -45,7 +45,7 @@ async def run_page(run_id: PathText, page: PageDep) -> Response:
         board_groups=board_of([facts.index], [curves], marks=facts.marks),
         config=flat(run.identity.config),
         relatives=relatives,
-        usage=await gateway.run_resources.read(run_id),
+        usage=await gateway.run_resources.read_resources(run_id),
         cursor=_text(cursor),
     )
 

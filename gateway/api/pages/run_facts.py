@@ -17,7 +17,7 @@ from gateway.core import Gateway
 from gateway.runs.operations import Call
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.events import RunEvent, run_events
-from gateway.runs.record.progress import Progress, RecordIndex
+from gateway.runs.record.progress import RecordIndex, StepProgress
 from gateway.runs.record.rows import RunRecord
 from gateway.runs.run import Run
 
@@ -51,7 +51,7 @@ class RunFacts:
 
     run: RunRecord
     index: RecordIndex
-    progress: Progress | None
+    progress: StepProgress | None
     state: str
     why: str
     live: Run | None

@@ -15,7 +15,7 @@ from gateway.core import Gateway
 from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller
 from gateway.runs.record.curves import Curve
-from gateway.runs.record.progress import Progress, RecordIndex
+from gateway.runs.record.progress import RecordIndex, StepProgress
 from gateway.runs.record.rows import RunRecord
 
 Value = TypeVar("Value")
@@ -38,7 +38,7 @@ class RunRow:
     state: str
     why: str
     tags: Sequence[str]
-    progress: Progress | None
+    progress: StepProgress | None
     main: tuple[str, float | str] | None
     spark: Markup
     created_at: float

@@ -92,7 +92,7 @@ async def run_usage(run_id: PathText, access: AccessDep) -> RunUse:
     if not access.caller.may_see(run.owner):  # a published checkpoint does not show this
         raise unknown_run(run_id)
     gateway.write_usage()
-    found = await gateway.run_resources.read(run_id)
+    found = await gateway.run_resources.read_resources(run_id)
     workers = {
         name: WorkerUse.of(part) if (part := getattr(found, name)) is not None else None
         for name in ("trainer", "sampler")

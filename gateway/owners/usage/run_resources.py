@@ -57,7 +57,7 @@ class RunResourceReader:
     def __init__(self, *, database: Database) -> None:
         self._database = database
 
-    async def read(self, run_id: str) -> RunResources:
+    async def read_resources(self, run_id: str) -> RunResources:
         """Return the resources of an existing run."""
         await self._database.flush()
         (run,) = await self._database.read(select(runs).where(runs.c.id == run_id))

@@ -128,11 +128,11 @@ class Timeline:
             begin, _ = spans.pop()
         spans.append((begin, end))
 
-    def begin(self, signal: Signal) -> None:
+    def open_span(self, signal: Signal) -> None:
         """Open a span of a signal. Spans that overlap become one."""
         self._open.setdefault(signal, []).append(self.clock())
 
-    def end(self, signal: Signal) -> None:
+    def close_span(self, signal: Signal) -> None:
         began = self._open[signal]
         if len(began) > 1:
             began.pop()
@@ -141,11 +141,11 @@ class Timeline:
 
     @contextmanager
     def during(self, signal: Signal) -> Iterator[None]:
-        self.begin(signal)
+        self.open_span(signal)
         try:
             yield
         finally:
-            self.end(signal)
+            self.close_span(signal)
 
     # --- Weights ------------------------------------------------------------------------------
 
@@ -245,11 +245,11 @@ class Timelines:
         found = [run] if run else [t for t in self._runs.values() if t.session_id == session_id]
         for timeline in found:
             timeline.engines.update(engines)
-            timeline.begin("sample")
+            timeline.open_span("sample")
 
         def end(version: str) -> None:
             for timeline in found:
-                timeline.end("sample")
+                timeline.close_span("sample")
             if run is not None:
                 run.note_sampled(version)
 

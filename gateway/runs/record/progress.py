@@ -13,7 +13,7 @@ _SMOOTHING = 0.2
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """`percent` and `eta_seconds` are None without `total_steps`, `eta_seconds` also without two
     steps. `last_updated_at` is in seconds since 1970."""
 
@@ -61,17 +61,17 @@ class RecordIndex:
         pace = newest if self.pace is None else self.pace + _SMOOTHING * (newest - self.pace)
         return replace(index, step=top, step_at=now, pace=pace)
 
-    def progress(self, config: Mapping[str, object] | None) -> Progress | None:
+    def progress(self, config: Mapping[str, object] | None) -> StepProgress | None:
         """Return the progress, with the `total_steps` of the run's configuration. None before the
         first step. A run that counts from 0 has done step 0 when it logs it."""
         if self.step is None:
             return None
         total = (config or {}).get("total_steps")
         if isinstance(total, bool) or not isinstance(total, int | float) or not 1 <= total < 2**53:
-            return Progress(self.step, None, None, None, self.updated_at)
+            return StepProgress(self.step, None, None, None, self.updated_at)
         done = min(self.step + (self.first_step == 0), total)
         left = total - done
-        return Progress(
+        return StepProgress(
             step=self.step,
             total_steps=math.ceil(total),
             percent=round(100 * done / total, 2),

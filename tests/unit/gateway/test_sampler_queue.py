@@ -10,6 +10,7 @@ import pytest
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.metrics import Metrics
+from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.engine import SamplerEngine
 from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future, Result
@@ -54,7 +55,7 @@ def sampler():
         models=None,
         engine=engine,
         metrics=Metrics(),
-        meter=None,
+        meter=SampleMeter(usage=MagicMock()),
         pins=pins,
         requests=MagicMock(),
     )

@@ -147,7 +147,7 @@ async def test_runs_of_one_trainer_share_it_by_their_computing_seconds(database)
     world.now = 100.0
     await world.written()
     reader = RunResourceReader(database=database)
-    mine, other = await reader.read(RUN), await reader.read(OTHER)
+    mine, other = await reader.read_resources(RUN), await reader.read_resources(OTHER)
     assert (mine.trainer.share, other.trainer.share) == (0.75, 0.25)
     assert (mine.trainer.compute_seconds, mine.trainer.duty) == (15.0, 0.15)
     assert (mine.trainer.cpu_average, other.trainer.cpu_average) == (0.3, 0.1)
@@ -165,7 +165,7 @@ async def test_a_run_without_a_measurement_has_no_numbers_instead_of_zeros(datab
     world.becomes("awake", at=0.0)
     world.now = 10.0
     await world.written()
-    trainer = (await RunResourceReader(database=database).read(RUN)).trainer
+    trainer = (await RunResourceReader(database=database).read_resources(RUN)).trainer
     assert (trainer.run_seconds, trainer.duty) == (10.0, 0.0)
     unknown = ("cpu_average", "memory_peak_bytes", "gpu_average", "gpu_peak", "measured")
     assert [getattr(trainer, name) for name in unknown] == [None] * 5

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tandem.cli import context
-from tandem.cli.context import Target, chosen_gateway, explained, note_url, read_answer
+from tandem.cli.context import ChosenGateway, chosen_gateway, explained, note_url, read_answer
 from tandem.cli.main import app
 from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UserError
 from tandem.stack import Endpoint
@@ -30,12 +30,12 @@ def running_here(monkeypatch):
 @pytest.mark.parametrize(
     ("option", "folder", "variable", "key", "expected"),
     [
-        ("", False, "", "", Target(HERE, LOCAL_KEY)),
-        ("", False, "", KEY, Target(HERE, KEY)),
-        ("", True, "", KEY, Target(HERE, KEY)),
-        ("", False, THERE, KEY, Target(THERE, KEY, remote=True)),
-        (f"{THERE}/", False, OTHER, KEY, Target(THERE, KEY, remote=True)),
-        ("", True, THERE, KEY, Target(HERE, LOCAL_KEY)),
+        ("", False, "", "", ChosenGateway(HERE, LOCAL_KEY)),
+        ("", False, "", KEY, ChosenGateway(HERE, KEY)),
+        ("", True, "", KEY, ChosenGateway(HERE, KEY)),
+        ("", False, THERE, KEY, ChosenGateway(THERE, KEY, remote=True)),
+        (f"{THERE}/", False, OTHER, KEY, ChosenGateway(THERE, KEY, remote=True)),
+        ("", True, THERE, KEY, ChosenGateway(HERE, LOCAL_KEY)),
     ],
     ids=[
         "this machine's",
@@ -98,7 +98,7 @@ def test_a_command_on_this_machine_s_files_refuses_a_url_and_ignores_the_variabl
 
 
 def test_a_key_is_not_shown():
-    assert KEY not in repr(Target(THERE, KEY))
+    assert KEY not in repr(ChosenGateway(THERE, KEY))
 
 
 ANSWERS = {
@@ -137,14 +137,14 @@ def test_an_answer_that_is_no_result_becomes_one_sentence(monkeypatch, case):
     answer, kind, sentence = ANSWERS[case]
     monkeypatch.setenv(context.KEY_VARIABLE, KEY)
     with pytest.raises(kind, match=sentence) as caught:
-        read_answer(Target(OTHER, KEY, remote=True), answer)
+        read_answer(ChosenGateway(OTHER, KEY, remote=True), answer)
     assert "\n" not in caught.value.message and KEY not in caught.value.message
 
 
 def test_the_local_administrator_is_offered_to_a_wrong_key_on_this_machine(monkeypatch):
     monkeypatch.setenv(context.KEY_VARIABLE, KEY)
     with pytest.raises(Unauthenticated, match="or unset it to act as the local administrator"):
-        read_answer(Target(HERE, KEY), ANSWERS["a wrong key"][0])
+        read_answer(ChosenGateway(HERE, KEY), ANSWERS["a wrong key"][0])
 
 
 def raised_from(cause: Exception) -> httpx.ConnectError:
@@ -156,11 +156,15 @@ def raised_from(cause: Exception) -> httpx.ConnectError:
 @pytest.mark.parametrize(
     ("target", "error", "sentence"),
     [
-        (Target(THERE, KEY, remote=True), httpx.ConnectError("refused"), "check the URL"),
-        (Target(HERE, KEY, remote=True), httpx.ConnectError("refused"), "--data-dir DIRECTORY"),
-        (Target(HERE, KEY), httpx.ReadTimeout("slow"), "`tandem logs gateway` may show why"),
+        (ChosenGateway(THERE, KEY, remote=True), httpx.ConnectError("refused"), "check the URL"),
         (
-            Target(THERE, KEY, remote=True),
+            ChosenGateway(HERE, KEY, remote=True),
+            httpx.ConnectError("refused"),
+            "--data-dir DIRECTORY",
+        ),
+        (ChosenGateway(HERE, KEY), httpx.ReadTimeout("slow"), "`tandem logs gateway` may show why"),
+        (
+            ChosenGateway(THERE, KEY, remote=True),
             raised_from(ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version")),
             "plain HTTP; begin the URL with http://",
         ),

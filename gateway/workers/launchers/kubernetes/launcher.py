@@ -97,7 +97,7 @@ class KubernetesLauncher:
     def name(self) -> str:
         return "cluster"
 
-    metrics_address = ""  # Prometheus finds pods by their labels
+    metrics_address: str = ""  # Prometheus finds pods by their labels
 
     @property
     def reports(self) -> bool:
