@@ -130,6 +130,7 @@ async def _check_owner(run_id: str, access: Access) -> None:
     role="member",
     audit=None,  # a run sends many
     errors=[UnknownRun, *_DISK],
+    rules=["`server_after` is `0` or a `server_cursor`."],
     bounds=_METRICS_BODY,
 )
 async def add_metrics(
@@ -171,11 +172,11 @@ async def add_metrics(
 async def run_metrics(
     run_id: PathText,
     access: AccessDep,
-    name: Annotated[list[Name], Query(max_length=1000)] = [],  # noqa: B006 - FastAPI copies it
+    name: Annotated[list[Name], Query(max_length=20)] = [],  # noqa: B006 - FastAPI copies it
     points: Annotated[int, Query(ge=2, le=1_000_000)] = 1000,
     lineage: Annotated[bool, Query()] = False,
 ) -> Response:
-    """Return a run's curves by name, of all names by default. A curve of more than `points` points
+    """Return the curves of up to 20 names, by default of all. A curve of more than `points` points
     keeps the least and the greatest of neighbouring ones. `lineage` puts the curves of the runs
     before it first, up to the step from which this run continued."""
     await _check_owner(run_id, access)
