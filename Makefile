@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-recovery bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -79,6 +79,9 @@ bench-starts: setup ## Measures starts of workers in new processes and in idle o
 
 bench-timeslice: setup ## Measures experiments that share devices, beside the same experiments in a row.
 	@.venv/bin/python -m benchmarks.timeslice $(ARGS)
+
+bench-tracking: setup ## Measures the demo's RL step with and without a record. ARGS="--rounds 4"
+	@.venv/bin/python -m benchmarks.tracking $(ARGS)
 
 bench-shared: setup ## Measures LoRA runs that share workers, and sessions that share an engine.
 	@.venv/bin/python -m benchmarks.shared_lora $(ARGS)

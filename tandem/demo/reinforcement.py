@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,9 +20,13 @@ from tandem.demo.addition import (
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.data import Rollout, policy_datum
 from tandem.rl import advantages, linear_decay
+from tandem.tracking.run import TrackedRun
 
 if TYPE_CHECKING:
     import tinker
+
+
+_NOT_TRACKED = {"step", "reward_mean"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,9 @@ class StepResult:
 
 
 class Loop:
-    """Reinforcement learning on the hundred sums, with only the public SDK."""
+    """Reinforcement learning on the hundred sums, with only the public SDK.
+
+    `tracked` gets each step's metrics and rollouts."""
 
     def __init__(
         self,
@@ -54,7 +60,9 @@ class Loop:
         tokenizer: Tokenizer,
         seed: int,
         configuration: Reinforcement,
+        tracked: TrackedRun | None = None,
     ) -> None:
+        self.tracked = tracked
         self._client = client
         self._tokenizer = tokenizer
         self._configuration = configuration
@@ -83,13 +91,15 @@ class Loop:
             final=configuration.final_learning_rate,
             first=configuration.first_step,
         )
-        loss = self._train(groups, advantages(configuration.algorithm, rewards), rate)
+        advantage = advantages(configuration.algorithm, rewards)
+        self._track_rollouts(step, groups, advantage)
+        loss = self._train(groups, advantage, rate)
         trained = time.monotonic()
         self.sampler = self._client.save_weights_and_get_sampling_client().result()
         ended = time.monotonic()
         tokens = sum(len(rollout.tokens) for group in groups for rollout in group)
         updates = configuration.epochs * configuration.minibatches
-        return StepResult(
+        result = StepResult(
             step=step,
             reward_mean=float(rewards.mean()),
             loss=loss / (tokens * configuration.epochs),
@@ -101,6 +111,33 @@ class Loop:
             staleness=(updates - 1) / 2,
             learning_rate=rate,
         )
+        if self.tracked is not None:
+            values = {**asdict(result), "reward": result.reward_mean}
+            self.tracked.log(step, {n: v for n, v in values.items() if n not in _NOT_TRACKED})
+        return result
+
+    def _track_rollouts(
+        self,
+        step: int,
+        groups: list[list[Rollout]],
+        advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
+    ) -> None:
+        if self.tracked is None:
+            return
+        rollouts = [
+            {
+                "prompt": problem.prompt,
+                "answer": rollout.text,
+                "expected": problem.answer,
+                "reward": rollout.reward,
+                "advantage": float(advantage[row, column]),
+                "tokens": rollout.tokens,
+                "logprobs": rollout.logprobs,
+            }
+            for row, (problem, group) in enumerate(zip(self._problems, groups, strict=True))
+            for column, rollout in enumerate(group)
+        ]
+        self.tracked.rollouts(step, rollouts)
 
     def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[Rollout]]:
         """Return `samples` answers to each problem, in the problems' order."""

@@ -16,9 +16,9 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
-from tandem import __version__
+from tandem import __version__, track
 from tandem.agent.host import this_host
-from tandem.demo.configuration import DemoConfiguration
+from tandem.demo.configuration import DemoConfiguration, Reinforcement, WarmUp
 from tandem.demo.reinforcement import Loop, StepResult
 from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
 from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
@@ -28,6 +28,7 @@ from tandem.protocol.own_machine import is_own_machine, without_proxies
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Endpoint, Stack
 from tandem.stack.host_summary import describe_found
+from tandem.tracking.run import TrackedRun
 
 if TYPE_CHECKING:
     import tinker
@@ -65,9 +66,18 @@ class _Demo:
             _gateway(configuration, console=console) as self._endpoint,
             _service(self._endpoint) as self._service,
         ):
-            loop, reused = self._prepare()
-            results = self._train(loop)
-            greedy = self._evaluate(loop)
+            client, reused = self._prepare()
+            with self._track(client, "reinforcement", configuration.reinforcement) as tracked:
+                loop = Loop(
+                    client=client,
+                    tokenizer=_tokenizer(client, configuration),
+                    seed=configuration.seed,
+                    configuration=configuration.reinforcement,
+                    tracked=tracked,
+                )
+                results = self._train(loop)
+                greedy = self._evaluate(loop)
+                tracked.log(len(results), {"greedy": greedy})
             saved = loop.save(configuration.save) if configuration.save else None
         total = time.monotonic() - self._started
         algorithm, seed = configuration.reinforcement.algorithm, configuration.seed
@@ -104,8 +114,8 @@ class _Demo:
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True, markup=False)
 
-    def _prepare(self) -> tuple[Loop, bool]:
-        """Return a loop that starts from the warm-up, and whether that existed already.
+    def _prepare(self) -> tuple[tinker.TrainingClient, bool]:
+        """Return a run that starts from the warm-up, and whether that existed already.
 
         Reinforcement always starts from the checkpoint, even a new one, so that all demos compute
         the same."""
@@ -118,13 +128,22 @@ class _Demo:
         else:
             self._say("Warm-up found: the policy of an earlier demo is used.")
             self._note_ready(client)
-        loop = Loop(
-            client=client,
-            tokenizer=_tokenizer(client, self._configuration),
-            seed=self._configuration.seed,
-            configuration=self._configuration.reinforcement,
+        return client, reused
+
+    def _track(
+        self, client: tinker.TrainingClient, part: str, chosen: WarmUp | Reinforcement
+    ) -> TrackedRun:
+        """Name a run of the demo, and say where its page is."""
+        seed = self._configuration.seed
+        config = {"total_steps": chosen.steps, "seed": seed, **chosen.model_dump(exclude={"steps"})}
+        tracked = track(
+            client, name=f"demo {part}, seed {seed}", tags=["demo", part], config=config
         )
-        return loop, reused
+        with self._endpoint.client() as http:
+            page = http.get(tracked.url)
+        if page.headers.get("Content-Type", "").startswith("text/html") and page.is_success:
+            self._say(f"The page of the run: {tracked.url}")
+        return tracked
 
     def _resume(self) -> tinker.TrainingClient | None:
         """Return a run that continues the warm-up's checkpoint, or None without a usable one."""
@@ -149,14 +168,22 @@ class _Demo:
         self._note_ready(client)
         tokenizer = _tokenizer(client, configuration)
         started = time.monotonic()
-        with WarmUpProgress(console=self._console, steps=configuration.warm_up.steps) as progress:
+        with (
+            self._track(client, "warm-up", configuration.warm_up) as tracked,
+            WarmUpProgress(console=self._console, steps=configuration.warm_up.steps) as progress,
+        ):
+
+            def note(step: int, loss: float) -> None:
+                progress.update(step, loss)
+                tracked.log(step, {"loss": loss})
+
             warm_up(
                 client,
                 tokenizer,
                 eos=tokenizer.convert_tokens_to_ids(EOS),
                 seed=configuration.seed,
                 configuration=configuration.warm_up,
-                progress=progress.update,
+                progress=note,
             )
         path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
         self._warmed_up = time.monotonic() - started

@@ -80,7 +80,7 @@ def test_an_exporter_gets_the_steps_of_the_optimizer_beside_the_users(training):
 def test_all_metrics_and_rollouts_are_exported(training, export, tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.runs.record.store._STEPS", 4)
     run_id = training.model_id
-    with tandem.track(training) as run:
+    with tandem.track(training, name="exported") as run:
         for step in range(15):
             run.log(step, {"reward": step / 2, **({"late": math.nan} if step == 3 else {})})
             run.rollouts(step, [{"answer": f"{step}\n", "tokens": [1, 2]}] * (1 + 3 * (step == 9)))
@@ -98,7 +98,7 @@ def test_all_metrics_and_rollouts_are_exported(training, export, tmp_path, monke
     told = [json.loads(line) for line in export(run_id, "--rollouts").splitlines()]
     assert [row["step"] for row in told] == sorted([*range(15), 9, 9, 9])
     assert told[0]["answer"] == "0\n" and [row["index"] for row in told[9:13]] == [0, 1, 2, 3]
-    export(run_id, "--rollouts", "--format", "csv", "-o", tmp_path / "r.csv")
+    export("exported", "--rollouts", "--format", "csv", "-o", tmp_path / "r.csv")
     with (tmp_path / "r.csv").open(newline="") as file:
         table = [*csv.DictReader(file)]
     assert len(table) == 18 and (table[5]["answer"], table[5]["tokens"]) == ("5\n", "[1,2]")

@@ -1,0 +1,110 @@
+"""`make bench-tracking`: the demo's RL step with and without a record, in turn in one run.
+
+A tracked step records metrics and all 800 rollouts with their tokens and logprobs. Its rows are
+sent before the next step begins, and that time is counted too."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+import tinker
+
+import tandem
+from benchmarks import record
+from benchmarks.bursts import cpu_seconds
+from tandem.demo.configuration import Reinforcement
+from tandem.demo.reinforcement import Loop
+from tandem.demo.tiny_model import write_tiny_model
+from tandem.protocol.own_machine import without_proxies
+from tandem.stack import Stack
+
+MODEL = "bench/tiny"
+PLAIN, TRACKED = "without", "with"
+
+
+def measure(*, rounds: int, samples: int) -> dict[str, list[dict[str, float]]]:
+    """Return the seconds of each round's steps: `rounds` of plain, tracked, tracked, plain."""
+    found: dict[str, list[dict[str, float]]] = {PLAIN: [], TRACKED: []}
+    with (
+        tempfile.TemporaryDirectory() as work,
+        Stack(data_dir=Path(work) / "data", settings={"port": "0"}) as stack,
+    ):
+        write_tiny_model(Path(work) / "tiny", seed=0)
+        stack.add_model(name=MODEL, path=Path(work) / "tiny")
+        endpoint = stack.endpoint
+        with (
+            without_proxies(),
+            tinker.ServiceClient(base_url=endpoint.url, api_key=endpoint.api_key) as service,
+        ):
+            client = service.create_lora_training_client(f"{MODEL}:full").result()
+            order = [PLAIN, TRACKED, TRACKED, PLAIN] * rounds
+            loop = Loop(
+                client=client,
+                tokenizer=client.get_tokenizer(),
+                seed=0,
+                # Without learning, all steps are equally long.
+                configuration=Reinforcement(
+                    steps=len(order) + 2, samples=samples, learning_rate=0.0
+                ),
+            )
+            steps = loop.steps()
+            processes = [psutil.Process(os.getpid()), psutil.Process(endpoint.pid)]
+            with tandem.track(client, name="bench-tracking") as run:
+                for number, way in enumerate([TRACKED, PLAIN, *order]):
+                    loop.tracked = run if way == TRACKED else None
+                    cpu, began = sum(map(cpu_seconds, processes)), time.perf_counter()
+                    result = next(steps)
+                    stepped = time.perf_counter()
+                    assert run.flush()
+                    sent = time.perf_counter()
+                    row = {
+                        "step": stepped - began,
+                        "sent": sent - began,
+                        "cpu": sum(map(cpu_seconds, processes)) - cpu,
+                        "sample": result.seconds_sample,
+                        "train": result.seconds_train,
+                    }
+                    if number > 1:
+                        found[way].append(row)
+                        print(way, {name: round(value, 3) for name, value in row.items()})
+                assert run.dropped == 0
+    return found
+
+
+def compare(found: dict[str, list[dict[str, float]]]) -> list[dict[str, object]]:
+    """Return medians in seconds. A ratio is the median of the pairs' ratios to the plain step."""
+    rows: list[dict[str, object]] = []
+    for way, steps in found.items():
+        row: dict[str, object] = {"what": f"{way} tracking", "steps": len(steps)}
+        for name in steps[0]:
+            row[name] = round(statistics.median(step[name] for step in steps), 3)
+        pairs = list(zip(steps, found[PLAIN], strict=True))
+        for name in ("step", "sent", "cpu"):
+            row[f"{name} × plain"] = round(
+                statistics.median(step[name] / plain[name] for step, plain in pairs), 4
+            )
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="tracking", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="of four steps each")
+    parser.add_argument("--samples", type=int, default=Reinforcement().samples)
+    arguments = parser.parse_args()
+    load = os.getloadavg()
+    rows = compare(measure(rounds=arguments.rounds, samples=arguments.samples))
+    about = {"rounds": arguments.rounds, "samples": arguments.samples, "load": load}
+    results = {"machine": record.machine(), "tracking": about, "rl_step": rows}
+    print(json.dumps(rows, indent=1), f"\nWritten to {record.save(results).name}")
+
+
+if __name__ == "__main__":
+    main()
