@@ -134,8 +134,11 @@ class RunRegistry:
         last = (await self.tools.records.last_steps([run.id])).get(run.id)
         ago = time.time() - (last.at if last is not None else row["created_at"])
         run.deadline = run.options.deadline_at(row["created_at"])
+        sampled = await self.tools.versions.find(run.newest)
         self._runs[run.id] = run
         self.lifecycle.begin(run, heard=session.heard, ended=ended, ago=max(0.0, ago))
+        if sampled is not None:
+            run.timeline.note_published(sampled.name, step=sampled.step)
         self._end_if_due(run)
 
     def end_due(self) -> None:

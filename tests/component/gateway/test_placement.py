@@ -83,7 +83,7 @@ def test_a_run_waits_for_its_place_tells_its_position_and_starts_when_another_se
         assert answer.json()["queue_state"] == "paused_capacity"
         assert answer.json()["queue_state_reason"].startswith(
             "1st in the queue for a place on group train and a place on group sample: "
-            "1 workers are there (TANDEM_GROUPS workers); "
+            "1 workers are there (TANDEM_GROUPS workers)"
         )
         assert asked(client, later).json()["queue_state_reason"].startswith("2nd in the queue")
         assert trainers(gate) == [first], "who waits has no worker"

@@ -71,6 +71,10 @@ def trainer_of(model: Path, run_id: str, **settings: object) -> Operations:
 
 def step(operations: Operations, *, clip: float = 0.0) -> float:
     """Return the norm of the gradients."""
+    return optim_step(operations, clip=clip).metrics["grad_norm"]
+
+
+def optim_step(operations: Operations, *, clip: float) -> trainer_pb2.OptimStepReply:
     settings: dict[str, object] = {
         "adamw": trainer_pb2.AdamWParams(
             learning_rate=1e-2, beta1=0.9, beta2=0.95, eps=1e-8, grad_clip_norm=clip
@@ -82,7 +86,7 @@ def step(operations: Operations, *, clip: float = 0.0) -> float:
         }
     reply = operations.optim_step(trainer_pb2.OptimStepRequest(**settings))
     assert not reply.HasField("failure"), reply.failure
-    return reply.metrics["grad_norm"]
+    return reply
 
 
 def experiment(turn: Turn, *, seed: int) -> Iterator[object]:
@@ -90,7 +94,8 @@ def experiment(turn: Turn, *, seed: int) -> Iterator[object]:
     for number in range(seed, seed + 3):
         yield forward_backward(turn(), data_of(number)).SerializeToString(deterministic=True)
         yield forward_backward(turn(), data_of(number + 50)).SerializeToString(deterministic=True)
-        yield step(turn(), clip=0.5)
+        stepped = optim_step(turn(), clip=0.5)
+        yield dict(stepped.metrics), dict(stepped.batch_metrics)
         yield logprobs(turn(), data_of(number + 9)).tobytes()
 
 
