@@ -30,6 +30,7 @@ from tandem.cli import (
     tls,
     up,
     usage,
+    view,
 )
 from tandem.cli.context import UrlOption, fail, new_commands, note_url, say
 from tandem.errors import TandemError, UnknownSetting, describe
@@ -49,6 +50,7 @@ app.command("backup", here=True)(backup.backup)
 app.command("restore", here=True)(backup.restore)
 app.command("doctor", here=True)(doctor.doctor)
 app.command("config")(config.config)
+app.command("view", here=True)(view.view)
 app.command("version", here=True)(observe.version)
 app.command("ping")(observe.ping)
 app.add_typer(groups.app, name="groups")

@@ -28,6 +28,8 @@ FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
 FORM_TOKEN_HEADER = "x-form-token"
 _MOST_FIELDS = 100
 _SIGN_IN = "/sign-in"
+_PAGES = (("/", "Runs"), ("/devices", "Devices"), ("/chat", "Chat"))
+"""The navigation of a gateway. Another application has its own in `app.state.pages`."""
 
 
 class PageOperation(PathOperation):
@@ -101,6 +103,7 @@ def render_for(request: Request, template: str, *, status: int = 200, **data: ob
     token = page_token(request)
     about: dict[str, object] = {
         "caller": getattr(request.state, "caller", None),
+        "pages": getattr(request.app.state, "pages", _PAGES),
         "form_token": form_token(token) if token else "",
         "path": request.url.path,
         "address": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
