@@ -190,6 +190,12 @@ def remote_url(data_dir: Path | None) -> str:
     return given.rstrip("/")
 
 
+def distant_url(data_dir: Path | None) -> str:
+    """Return the URL of a gateway on another machine, "" for one on this machine."""
+    url = remote_url(data_dir)
+    return "" if not url or is_own_machine(url) else url
+
+
 def chosen_gateway(data_dir: Path | None) -> ChosenGateway:
     """Return the command's gateway. Raises `UserError` for a remote one without a key, or
     `ServerError` if no gateway runs here."""

@@ -19,12 +19,12 @@ from tandem.cli.context import (
     DataDir,
     JsonFlag,
     call,
+    distant_url,
     end_if_json,
     err,
     fail,
     new_commands,
     read_settings,
-    remote_url,
     resolve_data_dir,
     say,
     say_aside,
@@ -71,7 +71,7 @@ def add(
 
     Example: tandem models add Qwen/Qwen3-0.6B"""
     if path is None:
-        if url := remote_url(data_dir):
+        if url := distant_url(data_dir):
             raise UserError(
                 f"a download goes to this machine, not to the one of {url}; run the command there, "
                 "or name a PATH of that machine"
@@ -127,7 +127,7 @@ def _download(
 
 def _register(data_dir: Path | None, name: str, path: Path) -> Any:
     # On another machine, this machine's links and folders mean nothing.
-    where = path if remote_url(data_dir) else path.resolve()
+    where = path if distant_url(data_dir) else path.resolve()
     body = {"name": name, "path": str(where)}
     return call(data_dir, "POST", "models", body=body)
 

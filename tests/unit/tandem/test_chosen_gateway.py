@@ -97,6 +97,16 @@ def test_a_command_on_this_machine_s_files_refuses_a_url_and_ignores_the_variabl
         assert CliRunner().invoke(app, list(command)).exit_code == 0
 
 
+def test_models_are_downloaded_to_the_gateway_s_machine_only(monkeypatch):
+    downloaded = []
+    monkeypatch.setattr("tandem.cli.models._download", lambda name, *_: downloaded.append(name))
+    for url in (THERE, HERE):
+        monkeypatch.setenv(context.URL_VARIABLE, url)
+        done = CliRunner().invoke(app, ["models", "add", "org/name"])
+        assert (done.exception is None) == (url == HERE)
+    assert downloaded == ["org/name"]
+
+
 def test_a_key_is_not_shown():
     assert KEY not in repr(ChosenGateway(THERE, KEY))
 
