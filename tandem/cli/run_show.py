@@ -195,7 +195,8 @@ def _follow(
 
 
 def _curves(data_dir: Path | None, path: str, names: Sequence[str]) -> dict[str, Any]:
-    query = urlencode([*(("name", name) for name in names), ("points", _MOST_POINTS)])
+    asked = [*(("name", name) for name in names), ("points", _MOST_POINTS), ("lineage", "true")]
+    query = urlencode(asked)
     metrics: dict[str, Any] = call(data_dir, "GET", f"{path}/metrics?{query}")["metrics"]
     return metrics
 

@@ -19,6 +19,7 @@ from gateway.api.request_body import JSON
 from gateway.identifiers import make_checkpoint_path
 from gateway.owners.auth.identity import Readers
 from gateway.runs.record.files import Place
+from gateway.runs.record.lineage import ancestors_of
 from tandem.errors import UnknownRun, UnknownWeights
 
 router = PageRouter()
@@ -35,7 +36,8 @@ async def run_page(run_id: PathText, page: PageDep) -> Response:
     gateway = page.gateway
     run = await own_run(gateway, page.caller, run_id)
     cursor = await gateway.record.end_of_metrics(run_id)
-    curves = await page.views.curves(run_id, None, POINTS)
+    ancestors = await ancestors_of(gateway.record.database, run_id, page.caller.may_see)
+    curves = await page.views.curves(run_id, None, POINTS, ancestors)
     facts = await read_facts(gateway, page.views, run)
     relatives = await gateway.run_records.relatives(run, page.caller)
     return page.render(
@@ -58,7 +60,9 @@ async def run_curves(
 ) -> Response:
     """Return curves of these names for the charts."""
     await own_run(page.gateway, page.caller, run_id)
-    found = await page.gateway.record.curves(run_id, name, _CHART_POINTS)
+    record = page.gateway.record
+    ancestors = await ancestors_of(record.database, run_id, page.caller.may_see)
+    found = await record.curves(run_id, name, _CHART_POINTS, ancestors)
     content = {name: curve.as_json() for name, curve in found.items()}
     return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
 

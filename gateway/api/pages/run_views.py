@@ -15,6 +15,7 @@ from gateway.core import Gateway
 from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller
 from gateway.runs.record.curves import Curve
+from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.progress import RecordIndex, StepProgress
 from gateway.runs.record.rows import RunRecord
 
@@ -66,11 +67,15 @@ class RunViews:
         ]
 
     async def curves(
-        self, run_id: str, names: Sequence[str] | None, points: int
+        self,
+        run_id: str,
+        names: Sequence[str] | None,
+        points: int,
+        ancestors: Sequence[Ancestor] = (),
     ) -> dict[str, Curve] | None:
         """Return a run's curves, None if reading takes long. Then a later call finds them."""
-        reading = self._gateway.record.curves(run_id, names, points)
-        return await self._soon(f"{run_id} {names} {points}", reading)
+        reading = self._gateway.record.curves(run_id, names, points, ancestors)
+        return await self._soon(f"{run_id} {names} {points} {ancestors}", reading)
 
     def state_of(self, run: RunRecord) -> tuple[str, str]:
         """Return the state of a run in a word, and why, "" if all is well."""

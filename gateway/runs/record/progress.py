@@ -57,7 +57,7 @@ class RecordIndex:
         index = replace(index, first_step=min(low, self.first_step))
         if top <= self.step:
             return index
-        newest = max(now - (self.step_at or now), 0.0) / (top - self.step)
+        newest = max(now - (now if self.step_at is None else self.step_at), 0.0) / (top - self.step)
         pace = newest if self.pace is None else self.pace + _SMOOTHING * (newest - self.pace)
         return replace(index, step=top, step_at=now, pace=pace)
 
