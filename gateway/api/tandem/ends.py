@@ -56,11 +56,13 @@ async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> Stoppe
         await gateway.database.flush()
         await gateway.runs.lifecycle.wait_for_ends([run], timeout=LONG_POLL)
     found = await own_run(run_id, access)
-    last = found.last_training
+    last, over, reason = found.last_training, found.state == "ended", found.reason
+    if run is not None and (why := run.why_over) is not None:  # the storage may be behind
+        over, reason = run.error is not None, why.message
     return StoppedRun(
         id=run_id,
-        state="ended" if found.state == "ended" else "ending",
-        reason=found.reason,
+        state="ended" if over else "ending",
+        reason=reason,
         already=already,
         checkpoint=str(last.path) if last is not None else None,
     )

@@ -11,7 +11,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from sqlalchemy import ColumnElement, RowMapping, Text, cast, func, or_, select, tuple_, update
+from sqlalchemy import (
+    ColumnElement,
+    RowMapping,
+    Text,
+    case,
+    cast,
+    func,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from gateway.checkpoints.catalog import Checkpoint, checkpoint_of, not_expired
 from gateway.identifiers import unknown_run
@@ -77,6 +88,12 @@ class TrainingStep:
         return {**own, "tokens": float(self.tokens)}
 
 
+_shown_state: ColumnElement[str] = case(
+    (runs.c.ending.is_not(None) & (runs.c.state == "active"), "ending"), else_=runs.c.state
+)
+"""The state for people: an active run whose end is decided is ending."""
+
+
 @dataclass(frozen=True)
 class RunFilters:
     """`name` is a part of the name, in any case. None: not asked for."""
@@ -88,9 +105,11 @@ class RunFilters:
     owner: str | None = None
 
     def conditions(self) -> Iterator[ColumnElement[bool]]:
-        for column in (runs.c.project_id, runs.c.state, runs.c.owner):
+        for column in (runs.c.project_id, runs.c.owner):
             if (value := getattr(self, column.name)) is not None:
                 yield column == value
+        if self.state is not None:
+            yield _shown_state == self.state
         if self.name is not None:
             yield runs.c.name.icontains(self.name, autoescape=True)
         if self.tag is not None:

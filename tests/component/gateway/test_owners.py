@@ -179,3 +179,20 @@ def test_operations_of_a_budget_are_not_sent_ahead(start):
         wait_until(lambda: run_of(run).dispatcher.queued == 3)
         assert run_of(run).dispatcher.under_way == 1
         run.release()
+
+
+def test_a_budget_that_was_used_up_just_before_a_crash_ends_the_run_at_the_next_start(start):
+    with start() as gate:
+        run = Run.new(gate)
+        change(gate, tokens=3)
+        gate.gateway.budgets.on_exhausted = lambda owner: (
+            None
+        )  # the crash comes before the decision
+        run.backward(1)
+        run.outcome(1)
+    with start() as gate:
+        row = wait_until(lambda: ended(gate, run.id))
+        assert "the budget of local is used up: 3 of 3 tokens" in row["reason"]
+        run.client.post("/api/v1/session_heartbeat", json={"session_id": run.session_id})
+        run.backward(2)
+        assert gate.retrieve(f"{run.id}:2").json()["type"] == "budget_exhausted"

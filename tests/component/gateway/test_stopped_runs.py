@@ -346,3 +346,46 @@ def test_only_the_newest_states_of_a_run_are_kept(start):
 def _states(run: Run) -> set[str]:
     found = run.client.get(f"/api/v1/training_runs/{run.id}/checkpoints").json()["checkpoints"]
     return {checkpoint["tinker_path"] for checkpoint in found}
+
+
+def test_a_sleeping_trainer_is_woken_to_save(start):
+    groups = [{"name": "one", "devices": ["cpu:0"], "roles": ["trainer", "sampler"]}]
+    with start(groups=groups) as gate:
+        runs = []
+        for number in (1, 2):
+            run_id = gate.run_id(gate.session_id(), sampler="none")
+            run = Run(gate, run_id, "", gate.trainer_of(run_id), gate.http())
+            train(run, *range(1, number + 1))
+            runs.append(run)
+        sleeper = runs[0]
+        wait_until(lambda: sleeper.trainer.asleep)
+        wait_until(lambda: stop(sleeper)["state"] == "ended")
+        assert stop(sleeper)["checkpoint"] == f"tinker://{sleeper.id}/weights/stopped-1"
+        train(runs[1], 3)
+
+
+def test_a_run_ends_without_a_checkpoint_if_its_owner_has_no_room_for_one(start):
+    with start(limit={"checkpoint_bytes": 50}) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        answer = stop(run)
+        assert (answer["state"], answer["checkpoint"]) == ("ended", None)
+        assert (
+            "no checkpoint was saved at its end: the limit of checkpoint bytes" in answer["reason"]
+        )
+
+
+def test_runs_that_are_ending_are_found_by_that_state(start):
+    with start(dispatch_window=1) as gate:
+        run = Run.new(gate)
+        run.hold()
+        run.backward(1)
+        wait_until(lambda: run_of(run).dispatcher.under_way)
+        answers = stop_soon(run)
+        found = run.client.get(f"{OWN}/runs?state=ending").json()["runs"]
+        assert [(row["id"], row["reason"]) for row in found] == [
+            (run.id, "local has stopped the run")
+        ]
+        run.release()
+        wait_until(lambda: answers)
+        assert run.client.get(f"{OWN}/runs?state=ending").json()["runs"] == []
