@@ -77,6 +77,7 @@ class Outbox:
         with self._changed:
             if self._closed:
                 return item.rows
+            idle = not self._items and not self._fresh
             self._items.append(item)
             self._bytes += item.size
             if self._exported and isinstance(item, MetricRow):
@@ -85,7 +86,8 @@ class Outbox:
                 oldest = self._items.popleft()
                 self._bytes -= oldest.size
                 dropped += oldest.rows
-            self._changed.notify_all()
+            if idle:  # only then does the sender wait for an item
+                self._changed.notify_all()
         return dropped
 
     def drain(self, timeout: float, *, close: bool = False) -> int:
