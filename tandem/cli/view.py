@@ -24,7 +24,7 @@ def view(
     It reads the folders runs/RUN/record and changes nothing. It serves this machine only, and asks
     for no key.
 
-    Example: tandem view ~/.tandem"""
+    Example: tandem view .tandem"""
     read_settings()  # the module reads them too, and could not explain an invalid one
     command = [sys.executable, "-m", _MODULE, str(data_dir), "--port", str(port)]
     with subprocess.Popen(command) as module:

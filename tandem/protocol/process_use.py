@@ -114,7 +114,7 @@ class DeviceLoad:
                 self._handles[number], self._seen[number]
             )
         except self._nvml.NVMLError as error:
-            if getattr(error, "value", None) == self._nvml.NVML_ERROR_NOT_FOUND:
+            if getattr(error, "value", None) in (0, self._nvml.NVML_ERROR_NOT_FOUND):
                 return 0.0, False  # no process computed since the last look
             return self._of_device(number)
         self._seen[number] = max([self._seen[number], *(each.timeStamp for each in samples)])
