@@ -149,6 +149,7 @@ def json_seeds() -> Sequence[tuple[str, object]]:
         ),
         ("sign_in", {"form_token": "", "key": "tml-fuzz"}),
         ("sign_out", {"form_token": ""}),
+        ("stop_run_form", {"form_token": ""}),
         ("optim_step", {**_PLACE, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         (
             "asample",

@@ -11,7 +11,8 @@ from starlette.responses import Response
 from gateway.api.pages.boards import POINTS, board_of
 from gateway.api.pages.charts import COLOURS
 from gateway.api.pages.routing import PageDep, PageRouter
-from gateway.api.pages.run_views import flat, own_run
+from gateway.api.pages.run_views import flat
+from gateway.api.tandem.runs import own_run
 from gateway.runs.record.progress import RecordIndex
 from tandem.errors import InvalidRequest, UnknownRun
 
@@ -33,7 +34,7 @@ async def compare_page(
     ids = list(dict.fromkeys(run))
     if not 2 <= len(ids) <= COLOURS:
         raise InvalidRequest(f"you chose {len(ids)} runs; choose 2 to {COLOURS} in the list")
-    found = [await own_run(page.gateway, page.caller, run_id) for run_id in ids]
+    found = [await own_run(run_id, page) for run_id in ids]
     indexes = await page.gateway.record.summaries(ids)
     curves = [await page.views.curves(run_id, None, POINTS) for run_id in ids]
     settings = [flat(each.identity.config) for each in found]

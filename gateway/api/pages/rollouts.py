@@ -15,7 +15,7 @@ from starlette.responses import Response
 from gateway.api.fields import Offset, PathText
 from gateway.api.pages.chat import shade_of
 from gateway.api.pages.routing import PageDep, PageRouter
-from gateway.api.pages.run_views import own_run
+from gateway.api.tandem.runs import own_run
 from gateway.runs.record.rollouts import Order, Rollout
 from tandem.errors import InvalidRequest, UnknownModel, UnknownRun, UnsupportedInput
 
@@ -57,7 +57,7 @@ async def rollouts_page(
     offset: Annotated[Offset, Query()] = 0,
 ) -> Response:
     """Show the rollouts of a step, of the newest one by default."""
-    run = await own_run(page.gateway, page.caller, run_id)
+    run = await own_run(run_id, page)
     found = await page.gateway.record.rollouts(
         run_id, int(step) if step else None, order, search, _PAGE, offset
     )
@@ -92,7 +92,7 @@ async def rollout_page(
     whole: Annotated[bool, Query()] = False,
 ) -> Response:
     """Show one rollout, `index` in the order of arrival."""
-    run = await own_run(page.gateway, page.caller, run_id)
+    run = await own_run(run_id, page)
     found = await page.gateway.record.rollouts(run_id, step, "given", "", 1, index)
     if not found.rollouts:
         raise InvalidRequest(f"step {step} of this run has no rollout {index}; choose another")

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import quote
 
 import orjson
 from fastapi import Query
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
 
 from gateway.api.fields import PathText
 from gateway.api.pages.boards import POINTS, board_of
 from gateway.api.pages.live import Changes, live_response
-from gateway.api.pages.routing import PageDep, PageRouter
+from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
 from gateway.api.pages.run_facts import SHARES, read_facts
-from gateway.api.pages.run_views import flat, own_run
+from gateway.api.pages.run_views import flat
 from gateway.api.pages.templates import fragment
 from gateway.api.request_body import JSON
+from gateway.api.tandem.ends import StopRun, stop_run
+from gateway.api.tandem.logs import Level, log_lines
+from gateway.api.tandem.runs import own_run
 from gateway.identifiers import make_checkpoint_path
 from gateway.owners.auth.identity import Readers
 from gateway.runs.record.files import Place
@@ -28,13 +33,14 @@ _PARTS = ("run_head", "run_shares", "run_saved", "run_events")
 _FULL_LOOK = 5
 """Looks between two that read everything, while no metrics come."""
 _CHART_POINTS = 1000
+_LOG_LINES = 300
 
 
 @router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
 async def run_page(run_id: PathText, page: PageDep) -> Response:
     """Show a run with its curves."""
     gateway = page.gateway
-    run = await own_run(gateway, page.caller, run_id)
+    run = await own_run(run_id, page)
     cursor = await gateway.record.end_of_metrics(run_id)
     ancestors = await ancestors_of(gateway.record.database, run_id, page.caller.may_see)
     curves = await page.views.curves(run_id, None, POINTS, ancestors)
@@ -59,7 +65,7 @@ async def run_curves(
     name: Annotated[list[str], Query(max_length=200)] = [],  # noqa: B006 - FastAPI copies it
 ) -> Response:
     """Return curves of these names for the charts."""
-    await own_run(page.gateway, page.caller, run_id)
+    await own_run(run_id, page)
     record = page.gateway.record
     ancestors = await ancestors_of(record.database, run_id, page.caller.may_see)
     found = await record.curves(run_id, name, _CHART_POINTS, ancestors)
@@ -74,7 +80,7 @@ async def live_run(
     after: Annotated[str, Query(pattern="^[0-9]{1,18}-[0-9]{1,9}-[0-9]{1,18}$")] = "0-0-0",
 ) -> Response:
     """Stream the changed parts of a run's page, and the points of its curves behind a cursor."""
-    run = await own_run(page.gateway, page.caller, run_id)
+    run = await own_run(run_id, page)
     looks, before = 0, ("", "")
 
     async def look(cursor: str) -> Changes:
@@ -88,7 +94,7 @@ async def live_run(
         state, looks = page.views.state_of(run), looks + 1
         if not rows and state == before and looks % _FULL_LOOK:
             return Changes(cursor)
-        run, before = await own_run(page.gateway, page.caller, run_id), state
+        run, before = await own_run(run_id, page), state
         facts = await read_facts(page.gateway, page.views, run)
         parts = {
             part: fragment(f"{part}.html", facts=facts, shares=SHARES, caller=page.caller)
@@ -110,6 +116,33 @@ async def checkpoint_page(
     found = await page.gateway.checkpoints.get(str(path), readers=Readers((page.caller,)))
     addresses, _ = await page.gateway.downloads.sign(path)
     return page.render("checkpoint.html", checkpoint=found, addresses=addresses)
+
+
+# A browser's form is not JSON.
+@router.operation(
+    "POST",
+    "/runs/{run_id}/stop",
+    role="member",
+    audit="run_stop",
+    errors=[UnknownRun],
+    raw=FORM_CONTENT,
+)
+async def stop_run_form(request: Request) -> Response:
+    """Stop the run and show its page, as `POST /api/tandem/v1/runs/{run_id}/stop` does."""
+    run_id = request.path_params["run_id"]
+    form = await read_form(request)
+    await stop_run(run_id, StopRun(discard="discard" in form), Page(request))
+    return RedirectResponse(f"/runs/{quote(run_id, safe=':')}", status_code=303)
+
+
+@router.operation("GET", "/runs/{run_id}/logs", role="reader", errors=[UnknownRun])
+async def run_logs(
+    run_id: PathText, page: PageDep, level: Annotated[Level, Query()] = "info"
+) -> Response:
+    """Show the newest lines of all logs about a run."""
+    run = await own_run(run_id, page)
+    found = await log_lines(page, run=run_id, level=level, limit=_LOG_LINES)
+    return page.render("run_logs.html", run=run, found=found, level=level)
 
 
 def _text(place: Place) -> str:

@@ -12,8 +12,6 @@ from markupsafe import Markup
 
 from gateway.api.pages.charts import sparkline
 from gateway.core import Gateway
-from gateway.identifiers import unknown_run
-from gateway.owners.auth.identity import Caller
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.progress import RecordIndex, StepProgress
@@ -143,15 +141,6 @@ def main_metric(names: Iterable[str]) -> str | None:
     rewards = [name for name in names if "reward" in name.lower()]
     losses = [name for name in names if "loss" in name.lower()]
     return min(rewards or losses, key=lambda name: (len(name), name), default=None)
-
-
-async def own_run(gateway: Gateway, caller: Caller, run_id: str) -> RunRecord:
-    """Return a fully visible run. Raises `UnknownRun`, also for a run of another owner with a
-    published checkpoint."""
-    run = await gateway.run_records.run(run_id, caller, scope="accessible")
-    if not caller.may_see(run.owner):
-        raise unknown_run(run_id)
-    return run
 
 
 def flat(config: Mapping[str, object] | None) -> dict[str, object]:

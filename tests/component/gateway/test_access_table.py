@@ -39,6 +39,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "run_curves": OWN_LOOK,
     "live_run": OWN_LOOK,
     "compare_page": OWN_LOOK,
+    "stop_run_form": (401, 404, 403, 303, 303),
+    "run_logs": OWN_LOOK,
     "checkpoint_page": OWN_LOOK,
     "devices_page": EVERYBODY,
     "rollouts_page": OWN_LOOK,

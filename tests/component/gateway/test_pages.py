@@ -280,3 +280,42 @@ def test_a_restarted_gateway_continues_a_page_at_its_cursor(tmp_path, quick):
         with client.stream("GET", f"/runs/{run}/live?after={cursor}") as answer:
             _, first = next(events(answer))
     assert first["points"] == {"reward": [[1, 0.2, 1.0]]}
+
+
+# --- Stopping and logs ------------------------------------------------------------------------
+
+
+def test_a_run_is_stopped_from_its_page_by_a_member_and_not_by_a_reader(gate):
+    _, member = new_key(gate, owner="dee")
+    _, reader = new_key(gate, role="reader", owner="dee")
+    run = new_run(gate, "to-stop", key=member)
+    with signed_in(gate, reader) as client:
+        assert "Stop the run" not in client.get(f"/runs/{run}").text
+        form = {"form_token": token_in(client.get("/"))}
+        assert client.post(f"/runs/{run}/stop", data=form).status_code == 403
+    with signed_in(gate, member) as client:
+        page = client.get(f"/runs/{run}")
+        assert "Stop the run" in page.text
+        assert client.post(f"/runs/{run}/stop", data={"discard": "yes"}).status_code == 400
+        stopped = client.post(
+            f"/runs/{run}/stop", data={"form_token": token_in(page), "discard": "yes"}
+        )
+        assert stopped.headers["location"] == f"/runs/{run}"
+        assert "dee has stopped the run" in client.get(f"/runs/{run}").text
+
+
+def test_the_logs_of_a_run_are_shown_as_text(gate):
+    run = new_run(gate, "logged")
+    folder = gate.settings.data_dir / "logs"
+    folder.mkdir(exist_ok=True)
+    line = {
+        "event": "<b>bad</b>",
+        "level": "error",
+        "run_id": run,
+        "timestamp": "2026-11-27T08:00:00Z",
+    }
+    (folder / "gateway.log").write_text(json.dumps(line) + "\n")
+    with signed_in(gate) as client:
+        page = client.get(f"/runs/{run}/logs?level=error")
+    assert "&lt;b&gt;bad&lt;/b&gt;" in page.text
+    assert "<b>bad" not in page.text

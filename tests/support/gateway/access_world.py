@@ -266,6 +266,8 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "run_curves": lambda w: Call(f"/runs/{w.run}/curves?name=reward"),
     "live_run": lambda w: Call(f"/runs/{w.run}/live"),
     "compare_page": lambda w: Call(f"/compare?run={w.run}&run={w.second_run()}"),
+    "stop_run_form": lambda w: _form(f"/runs/{w.second_run()}/stop", {}, {}),
+    "run_logs": lambda w: Call(f"/runs/{w.run}/logs"),
     "checkpoint_page": lambda w: Call(
         w.state.replace("tinker://", "/runs/").replace("/weights/", "/files/weights/")
     ),
