@@ -150,6 +150,8 @@ def json_seeds() -> Sequence[tuple[str, object]]:
         ("sign_in", {"form_token": "", "key": "tml-fuzz"}),
         ("sign_out", {"form_token": ""}),
         ("stop_run_form", {"form_token": ""}),
+        ("chat", {"model": "tiny", "message": "hello"}),
+        ("chat_stream", {"model": "tiny", "message": "hello"}),
         ("optim_step", {**_PLACE, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         (
             "asample",
@@ -187,6 +189,18 @@ def _seeds() -> Mapping[str, object]:
         },
         "get_info": {"model_id": RUN},
         "stop_run": {"discard": False},
+        "change_run": {
+            "name": "first",
+            "tags": ["a"],
+            "config": {"lr": 0.1, "nested": {"seed": 1}},
+            "user_metadata": {"a": "b", "c": None},
+        },
+        "add_metrics": {"rows": [{"step": 1, "at": 1.5e9, "values": {"reward": 0.5, "x": "NaN"}}]},
+        "add_rollouts": {
+            "batch": "b-1",
+            "step": 1,
+            "rollouts": [{"prompt": "p", "answer": "a", "reward": 1.0, "tokens": [1, 2]}],
+        },
         "change_owner": {"runs": 4, "device_hours": 0.5, "tokens": None, "anew": True},
         "create_custom_loss": json.loads(custom_loss_body()),
         "retrieve_future": {"request_id": f"{RUN}:1", "allow_metadata_only": True},

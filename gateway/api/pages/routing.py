@@ -17,14 +17,19 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.dependencies import Access
 from gateway.api.pages.run_views import RunViews
 from gateway.api.pages.templates import render
-from gateway.api.request_body import BodyBounds, BoundedRequest, fault
-from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Router, identify
+from gateway.api.request_body import JSON, BodyBounds, BoundedRequest, fault
+from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Responses, Router, identify
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from tandem.errors import InvalidRequest, TandemError, Unauthenticated
 
 FORM = "application/x-www-form-urlencoded"
 FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
+_MEDIA = ("text/html", "text/event-stream", JSON, "text/css", "text/javascript", "image/svg+xml")
+_ANSWERS: Responses = {
+    200: {"description": "A page or its parts", "content": {media: {} for media in _MEDIA}},
+    303: {"description": "To another page"},
+}
 FORM_TOKEN_HEADER = "x-form-token"
 _MOST_FIELDS = 100
 _SIGN_IN = "/sign-in"
@@ -43,7 +48,7 @@ class PageOperation(PathOperation):
         try:
             await super().handle(scope, receive, send)
         except TandemError as error:  # before the body was read
-            if not _is_browser(request := Request(scope)):
+            if not is_browser(request := Request(scope)):
                 raise
             await _refusal(request, error)(scope, receive, send)
 
@@ -58,7 +63,7 @@ class PageOperation(PathOperation):
                     await _check_form_token(request, token)
                 return await handle(request)
             except (TandemError, RequestValidationError) as error:
-                if not _is_browser(request):
+                if not is_browser(request):
                     raise
                 return _refusal(request, error)
 
@@ -70,6 +75,7 @@ class PageRouter(Router):
 
     def __init__(self) -> None:
         super().__init__(tag="Pages", route_class=PageOperation, documented=False)
+        self.responses = _ANSWERS
 
 
 class Page(Access):
@@ -169,7 +175,7 @@ def _identify_browser(scope: Scope) -> Caller:
 
 def unknown_page(request: Request) -> Response | None:
     """Return the answer to a browser with an unknown address, None for other clients."""
-    if not _is_browser(request):
+    if not is_browser(request):
         return None
     try:
         _identify_browser(request.scope)
@@ -179,7 +185,7 @@ def unknown_page(request: Request) -> Response | None:
     return render_for(request, "refusal.html", status=404, message=message)
 
 
-def _is_browser(request: Request) -> bool:
+def is_browser(request: Request) -> bool:
     return "text/html" in request.headers.get("accept", "")
 
 

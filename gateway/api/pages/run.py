@@ -25,7 +25,7 @@ from gateway.identifiers import make_checkpoint_path
 from gateway.owners.auth.identity import Readers
 from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import ancestors_of
-from tandem.errors import UnknownRun, UnknownWeights
+from tandem.errors import InvalidRequest, UnknownRun, UnknownWeights
 
 router = PageRouter()
 
@@ -106,7 +106,10 @@ async def live_run(
 
 
 @router.operation(
-    "GET", "/runs/{run_id}/files/{kind}/{name}", role="reader", errors=[UnknownWeights]
+    "GET",
+    "/runs/{run_id}/files/{kind}/{name}",
+    role="reader",
+    errors=[UnknownWeights, InvalidRequest],
 )
 async def checkpoint_page(
     run_id: PathText, kind: PathText, name: PathText, page: PageDep

@@ -17,6 +17,7 @@ from gateway.api.pages.routing import (
     check_token,
     cookie_name,
     form_token,
+    is_browser,
     page_token,
     read_form,
     render_for,
@@ -51,7 +52,14 @@ async def sign_in_page(request: Request, next: Annotated[str, Query()] = "/") ->
 
 
 # A browser's form is not JSON.
-@router.operation("POST", "/sign-in", role="none", audit=None, raw=FORM_CONTENT)
+@router.operation(
+    "POST",
+    "/sign-in",
+    role="none",
+    audit=None,
+    errors=[Unauthenticated, PermissionDenied],
+    raw=FORM_CONTENT,
+)
 async def sign_in(request: Request) -> Response:
     """Sign the browser in by a key, or by the code of a link of `tandem up`."""
     gateway: Gateway = request.app.state.gateway
@@ -61,6 +69,8 @@ async def sign_in(request: Request) -> Response:
         check_token(form.get("form_token", ""), request.cookies.get(_form_cookie(request), ""))
         caller = _identify(request, gateway, form)
     except (InvalidRequest, PermissionDenied, Unauthenticated) as refusal:
+        if not is_browser(request):
+            raise
         return _form(request, asked, status=refusal.status, problem=refusal.message)
     token = await gateway.page_sessions.sign_in(caller)
     address = request.client.host if request.client else ""
