@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
@@ -89,7 +89,7 @@ def view_app(data_dir: Path, *, ready: Callable[[], None]) -> FastAPI:
                 await gateway.database.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.pages = _PAGES
+    app.state.pages, app.state.files_only = _PAGES, True
     app.state.inference = SimpleNamespace(
         tokenizer=lru_cache(maxsize=8)(lambda model: ModelTokenizer(model.name, Path(model.path)))
     )
@@ -168,7 +168,8 @@ def main() -> int:
         print(getattr(error, "message", error), file=sys.stderr)
         return 1
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-    uvicorn.Server(config).run(sockets=[listening])
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after an orderly end
+        uvicorn.Server(config).run(sockets=[listening])
     return 0
 
 

@@ -34,7 +34,8 @@ FORM_TOKEN_HEADER = "x-form-token"
 _MOST_FIELDS = 100
 _SIGN_IN = "/sign-in"
 _PAGES = (("/", "Runs"), ("/devices", "Devices"), ("/chat", "Chat"))
-"""The navigation of a gateway. Another application has its own in `app.state.pages`."""
+"""The navigation of a gateway. `tandem view` has its own in `app.state.pages`. With
+`app.state.files_only` a run has no checkpoints, events and usage."""
 
 
 class PageOperation(PathOperation):
@@ -110,6 +111,7 @@ def render_for(request: Request, template: str, *, status: int = 200, **data: ob
     about: dict[str, object] = {
         "caller": getattr(request.state, "caller", None),
         "pages": getattr(request.app.state, "pages", _PAGES),
+        "files_only": getattr(request.app.state, "files_only", False),
         "form_token": form_token(token) if token else "",
         "path": request.url.path,
         "address": request.url.path + (f"?{request.url.query}" if request.url.query else ""),

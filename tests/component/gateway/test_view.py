@@ -72,8 +72,8 @@ def viewing(data_dir):
             yield client, said
     finally:
         os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does
-        process.communicate(timeout=60)
-        assert process.returncode == 0
+        rest, _ = process.communicate(timeout=60)
+        assert (process.returncode, rest) == (0, "")
 
 
 def files_of(folder):
@@ -106,6 +106,10 @@ def test_nothing_can_be_changed_or_asked_under_another_name(kept):
     with viewing(data_dir) as (client, _):
         shown = client.get(f"/runs/{run}").text
         assert "<form" not in shown
+        for unknown in ("Checkpoints", "Events", "0 trained"):  # the files do not have them
+            assert unknown not in shown
+        for address in re.findall(r'href="(/[^"]*)"', shown):
+            assert client.get(address.replace("&amp;", "&")).status_code == 200, address
         for path in ("/devices", "/chat", "/sign-in", f"/api/tandem/v1/runs/{run}"):
             assert path not in shown
             assert client.get(path).status_code == 404
