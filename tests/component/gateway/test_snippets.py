@@ -9,11 +9,13 @@ import re
 import warnings
 from pathlib import Path
 
+import numpy as np
 import openai
 import pytest
 import tinker
 from tinker import types
 
+import tandem
 from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
@@ -53,9 +55,15 @@ def names(gate):
             },
         }
         yield {
+            "tandem": tandem,
             "tinker": tinker,
             "service": service,
             "training": training,
+            "policy": training,
+            "step": 1,
+            "mean": 0.5,
+            "rewards": np.zeros(2),
+            "lengths": np.ones(2),
             "client": openai.OpenAI(base_url=f"{gate.url}/v1", api_key=KEY),
             "prompt": types.ModelInput.from_ints(tokens),
             "data": [
@@ -65,9 +73,11 @@ def names(gate):
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
-def test_a_snippet_of_the_documents_runs(snippet, gate, names, monkeypatch):
+def test_a_snippet_of_the_documents_runs(snippet, gate, names, tmp_path, monkeypatch):
     monkeypatch.setenv("TINKER_BASE_URL", gate.url)
     monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.chdir(tmp_path)
     run_id = names["training"].model_id
     for placeholder, value in {
         "http://127.0.0.1:8000": gate.url,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +263,7 @@ async def test_an_agent_that_ends_ends_a_hanging_suspend_with_its_program(
     assert asked.cancelled()
 
 
-def hanging_programs() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [child for child in children if child.cmdline() == ["sleep", "600"]]
+def hanging_programs() -> list[dict[str, object]]:
+    children = psutil.process_iter(["ppid", "cmdline"])  # without error for an ended child
+    of_this = [child.info for child in children if child.info["ppid"] == os.getpid()]
+    return [info for info in of_this if info["cmdline"] == ["sleep", "600"]]
