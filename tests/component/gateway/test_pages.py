@@ -68,6 +68,7 @@ def test_filters_and_orders_work_without_a_script(gate):
         ordered = client.get("/?name=sorted&sort=name")
         assert names_in(ordered) == ["sorted-a", "sorted-b", "sorted-c"]
         assert names_in(client.get("/?name=sorted&tag=x&sort=oldest")) == ["sorted-b", "sorted-c"]
+        assert len(names_in(client.get("/?name=sorted&state=active"))) == 3
         assert names_in(client.get("/?name=sorted&state=ended")) == []
         assert "No run fits" in client.get("/?name=nothing-like-it").text
         for order in ("newest", "owner", "updated", "step"):

@@ -1,7 +1,8 @@
 // A link of `tandem up` carries a code in its fragment, which no server or log sees.
 "use strict";
-const found = location.hash.match(/^#code=([\w.-]+)$/);
-if (found) {
+function useCode() {
+  const found = location.hash.match(/^#code=([\w.-]+)$/);
+  if (!found) return;
   history.replaceState(null, "", location.pathname + location.search);
   const form = document.querySelector("form.sign-in");
   form.elements.code.disabled = false;
@@ -9,3 +10,5 @@ if (found) {
   form.elements.key.disabled = true;
   form.submit();
 }
+addEventListener("hashchange", useCode);
+useCode();
