@@ -28,8 +28,10 @@ def machine() -> dict[str, object]:
 
 
 def new_file(folder: Path = RESULTS) -> Path:
+    """Return a file with the next number, which no other result has."""
     folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{time.strftime('%Y-%m-%d')}-{len(list(folder.iterdir())):03d}.json"
+    numbers = [int(path.stem.rpartition("-")[2]) for path in folder.glob("*-[0-9]*.json")]
+    return folder / f"{time.strftime('%Y-%m-%d')}-{max(numbers, default=-1) + 1:03d}.json"
 
 
 def write(path: Path, results: Mapping[str, object]) -> None:
