@@ -138,7 +138,7 @@ async def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
     seen = [each.bytes for each in found if caller.may_see(each.row.owner)]
     drained = overview.groups[group.name].drained
     keys = [each.row.key for each in found]  # of trainers, the ids of runs
-    names = await access.gateway.run_records.names(keys)
+    names = await access.gateway.run_records.names(keys, access.caller)
     return GroupOccupancy(
         name=group.name,
         host=group.host if caller.role == "admin" else "",

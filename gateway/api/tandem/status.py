@@ -197,7 +197,7 @@ async def status(access: AccessDep) -> Status:
     ]
     of_mine += [engine.worker for _, engine in engines]
     shared = {worker.worker_id for worker in of_mine if worker is not None}
-    names = await gateway.run_records.names([run.id for run in seen_runs])
+    names = await gateway.run_records.names([run.id for run in seen_runs], caller)
     return Status(
         gateway=GatewayStatus(
             version=__version__,

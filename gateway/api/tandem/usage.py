@@ -112,7 +112,7 @@ async def usage_summary(
     owners, runs = await access.gateway.usage_reports.summary(
         access.caller, since=since, max_runs=limit
     )
-    names = await access.gateway.run_records.names([used.run_id for used in runs])
+    names = await access.gateway.run_records.names([used.run_id for used in runs], access.caller)
     return UsageSummary(
         owners=[OwnerUsage.of(used) for used in owners],
         runs=[RunUsage.of(used, name=names.get(used.run_id, "")) for used in runs],

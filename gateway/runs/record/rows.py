@@ -243,14 +243,14 @@ class RunRecords:
             for row in rows
         ]
 
-    async def names(self, run_ids: Sequence[str]) -> dict[str, str]:
-        """Return the names of the named runs by id."""
+    async def names(self, run_ids: Sequence[str], caller: Caller) -> dict[str, str]:
+        """Return the names of the caller's named runs by id, for an admin everybody's."""
         if not run_ids:
             return {}
         await self.database.flush()
-        rows = await self.database.read(
-            select(runs.c.id, runs.c.name).where(runs.c.id.in_(run_ids), runs.c.name.is_not(None))
-        )
+        mine = visible(runs.c.owner, caller, "accessible")
+        named = runs.c.id.in_(run_ids), runs.c.name.is_not(None)
+        rows = await self.database.read(select(runs.c.id, runs.c.name).where(mine, *named))
         return {row["id"]: row["name"] for row in rows}
 
     async def _newest_checkpoints(

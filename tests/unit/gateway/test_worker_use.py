@@ -6,7 +6,9 @@ import pytest
 from sqlalchemy import insert, select
 
 from gateway.metrics import Metrics
+from gateway.owners.auth.identity import Caller
 from gateway.owners.usage.run_resources import RunResourceReader
+from gateway.runs.record.rows import RunRecords
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, usage, worker_use
 from gateway.workers.requests import WorkerRequest
@@ -169,3 +171,14 @@ async def test_a_run_without_a_measurement_has_no_numbers_instead_of_zeros(datab
     assert (trainer.run_seconds, trainer.duty) == (10.0, 0.0)
     unknown = ("cpu_average", "memory_peak_bytes", "gpu_average", "gpu_peak", "measured")
     assert [getattr(trainer, name) for name in unknown] == [None] * 5
+
+
+async def test_a_caller_gets_the_names_of_its_own_runs_only(database):
+    mine, others = run_row(RUN) | {"name": "mine"}, run_row(OTHER) | {"name": "b", "owner": "bob"}
+    await database.write(insert(runs).values([mine, others]))
+    records = RunRecords(database)
+    for caller, names in (
+        (Caller("ann", "k-1", "member"), {RUN: "mine"}),
+        (Caller("ops", "k-2", "admin"), {RUN: "mine", OTHER: "b"}),
+    ):
+        assert await records.names([RUN, OTHER], caller) == names
