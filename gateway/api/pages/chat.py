@@ -27,13 +27,14 @@ from gateway.api.openai.schemas import (
 )
 from gateway.api.openai.service import Generation, InferenceService
 from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
-from gateway.api.request_body import TOKENS_BODY, fault
+from gateway.api.request_body import TOKENS_BODY, check_json_size, fault
 from tandem.errors import InvalidRequest, TandemError, UnsupportedInput
 
 router = PageRouter()
 
 _MOST_LISTED = 200
 _ALTERNATIVES = 5
+_MOST_TURNS = 200
 _PARAMETERS = ("temperature", "top_p", "top_k", "max_tokens", "seed")
 _DEFAULTS = {"temperature": "0.7", "top_p": "1", "max_tokens": "256"}
 
@@ -99,7 +100,7 @@ async def chat_page(
 async def chat(request: Request) -> Response:
     """Answer a message with each chosen model, and show both conversations."""
     form = await read_form(request)
-    page, sides = Page(request), _sides(form)
+    page, sides = Page(request), await asyncio.to_thread(_sides, form)
     await asyncio.gather(*(_answer(page, request, form, side) for side in sides))
     return await _render(page, request, form, sides)
 
@@ -112,7 +113,8 @@ async def chat_stream(request: Request) -> Response:
     """Answer a message with the model of the form's `side`, as server-sent events."""
     form = await read_form(request)
     number = 2 if form.get("side") == "2" else 1
-    side = next((each for each in _sides(form) if each.number == number), None)
+    sides = await asyncio.to_thread(_sides, form)
+    side = next((each for each in sides if each.number == number), None)
     if side is None:
         raise InvalidRequest("the form names no model; choose one")
     parts = _parts(Page(request), request, form, side)
@@ -244,9 +246,15 @@ def _sides(form: Mapping[str, str]) -> list[Side]:
 
 
 def _turns(history: str) -> list[Turn]:
-    """Return earlier turns. Raises `InvalidRequest`."""
+    """Return earlier turns. Raises `InvalidRequest` or `PayloadTooLarge`."""
+    content = history.encode()
+    check_json_size(content)
     try:
-        said = orjson.loads(history or "[]")
+        said = orjson.loads(content or b"[]")
+        if len(said) > _MOST_TURNS:
+            raise InvalidRequest(
+                f"the conversation has {len(said)} turns, {_MOST_TURNS} at most; begin a new chat"
+            )
         return [Turn(str(each["role"]), str(each["content"])) for each in said]
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         raise InvalidRequest("the form's history is damaged; load the page again") from error

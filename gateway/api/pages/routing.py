@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.dependencies import Access
 from gateway.api.pages.run_views import RunViews
 from gateway.api.pages.templates import render
-from gateway.api.request_body import JSON, BodyBounds, BoundedRequest, fault
+from gateway.api.request_body import FORM_BODY, JSON, BodyBounds, BoundedRequest, fault
 from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Responses, Router, identify
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
@@ -136,9 +136,15 @@ def form_token(secret: str) -> str:
 
 
 async def read_form(request: Request) -> dict[str, str]:
-    """Return the form's fields, the last of equal names. Raises `InvalidRequest`, and as
-    `BoundedRequest.body`."""
-    body = await request.body()
+    """Return the form's fields, the last of equal names. A second call reads nothing. Raises
+    `InvalidRequest`, and as `BoundedRequest.read`."""
+    state = request.state
+    if not hasattr(state, "form"):
+        state.form = await cast(BoundedRequest, request).read(_parse_form, quickly=FORM_BODY.sent)
+    return cast(dict[str, str], state.form)
+
+
+def _parse_form(body: bytes) -> dict[str, str]:
     try:
         return dict(parse_qsl(body.decode("utf-8", "replace"), max_num_fields=_MOST_FIELDS))
     except ValueError as error:

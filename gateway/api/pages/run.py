@@ -17,7 +17,7 @@ from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, r
 from gateway.api.pages.run_facts import SHARES, read_facts
 from gateway.api.pages.run_views import flat
 from gateway.api.pages.templates import fragment
-from gateway.api.request_body import JSON
+from gateway.api.request_body import FORM_BODY, JSON
 from gateway.api.tandem.ends import StopRun, stop_run
 from gateway.api.tandem.logs import Level, log_lines
 from gateway.api.tandem.runs import own_run
@@ -129,6 +129,7 @@ async def checkpoint_page(
     audit="run_stop",
     errors=[UnknownRun],
     raw=FORM_CONTENT,
+    bounds=FORM_BODY,
 )
 async def stop_run_form(request: Request) -> Response:
     """Stop the run and show its page, as `POST /api/tandem/v1/runs/{run_id}/stop` does."""

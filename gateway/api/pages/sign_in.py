@@ -23,6 +23,7 @@ from gateway.api.pages.routing import (
     render_for,
 )
 from gateway.api.pages.templates import HEADERS, static_files
+from gateway.api.request_body import FORM_BODY
 from gateway.api.routing import KEY_REFUSED, check_role, is_from_this_machine
 from gateway.core import Gateway
 from gateway.owners.auth.audit import Entry
@@ -59,6 +60,7 @@ async def sign_in_page(request: Request, next: Annotated[str, Query()] = "/") ->
     audit=None,
     errors=[Unauthenticated, PermissionDenied],
     raw=FORM_CONTENT,
+    bounds=FORM_BODY,
 )
 async def sign_in(request: Request) -> Response:
     """Sign the browser in by a key, or by the code of a link of `tandem up`."""
@@ -83,7 +85,9 @@ async def sign_in(request: Request) -> Response:
 
 
 # A browser's form is not JSON.
-@router.operation("POST", "/sign-out", role="reader", audit=None, raw=FORM_CONTENT)
+@router.operation(
+    "POST", "/sign-out", role="reader", audit=None, raw=FORM_CONTENT, bounds=FORM_BODY
+)
 async def sign_out(request: Request) -> Response:
     """End the browser's session."""
     await request.app.state.gateway.page_sessions.sign_out(page_token(request))

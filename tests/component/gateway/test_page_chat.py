@@ -145,6 +145,20 @@ def test_a_damaged_history_and_a_foreign_form_are_refused(gate, browser):
     assert browser.post("/chat", data={**ask, "form_token": "0"}).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("history", "status", "sentence"),
+    [
+        ([{"role": "user", "content": "x"}] * 201, 400, "201 turns, 200 at most"),
+        ([{"role": "user", "content": "," * 70_000}], 413, "JSON values"),
+    ],
+)
+def test_a_conversation_is_bounded(gate, browser, history, status, sentence):
+    fields = fields_of(browser.get("/chat").text)
+    ask = {**fields, "model": "speaker", "message": "x", "history1": json.dumps(history)}
+    refused = browser.post("/chat", data=ask)
+    assert (refused.status_code, sentence in refused.text) == (status, True)
+
+
 def test_a_reader_sees_no_form_and_may_not_sample(gate):
     key = gate.run(gate.gateway.keys.create(NewKey(owner="ann", role="reader")))[1]
     with gate.http(key) as client:

@@ -85,6 +85,15 @@ def test_a_form_of_another_site_changes_nothing(gate, token):
         assert client.get("/").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/sign-in", "/sign-out", "/runs/s-1:train:0/stop"])
+def test_a_long_form_is_refused_before_it_is_decoded(gate, path):
+    with browser(gate) as client:
+        sign_in(client)
+        refused = client.post(path, data={"form_token": "x", "key": "&" * 8192})
+    assert refused.status_code == 413
+    assert "16384 at most" in refused.text
+
+
 def test_a_form_without_its_cookie_is_refused(gate):
     from gateway.api.pages.routing import form_token
 
