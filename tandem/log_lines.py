@@ -6,9 +6,10 @@ and `tandem logs` reads a data directory's files with it."""
 from __future__ import annotations
 
 import heapq
+import os
 import re
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -29,6 +30,7 @@ _SESSION = re.compile(rb"\bs-[0-9a-f]{12}\b")
 _GLOG = re.compile(rb"\[?([IWEF])[0-9]{4} ")
 _GLOG_LEVELS = {b"I": "info", b"W": "warning", b"E": "error", b"F": "error"}
 """The first letter of a line of torch's C++ code is its level."""
+_COPY = re.compile("0|[1-9][0-9]{0,8}")
 _RUN = re.compile(rb"\bs-[0-9a-f]{12}:train:[0-9]+")
 
 
@@ -61,9 +63,11 @@ class LogFilter:
 @dataclass(frozen=True)
 class LogFile:
     """A log of a process, with the content of its first line: `run_id`, `session_id`, `model`.
-    `bytes` include rotated copies. `written_at` is in seconds since 1970."""
+    `parts` are its rotated copies and itself, the oldest first, and `bytes` those of all.
+    `written_at` is in seconds since 1970."""
 
     path: Path
+    parts: Sequence[Path]
     about: Mapping[str, Any]
     bytes: int
     written_at: float
@@ -76,10 +80,12 @@ class LogFile:
 def list_log_files(folder: Path) -> list[LogFile]:
     """Return the logs of a folder, the last written first."""
     found = []
-    for path in folder.glob("*.log"):
+    for name, copies in _logs_in(folder).items():
+        path = folder / name
+        parts = [*(folder / f"{name}.{number}" for number in sorted(copies, reverse=True)), path]
         try:
-            size = sum(part.stat().st_size for part in _parts(path))
-            found.append(LogFile(path, _first_line(path), size, path.stat().st_mtime))
+            size = sum(part.stat().st_size for part in parts)
+            found.append(LogFile(path, parts, _first_line(path), size, path.stat().st_mtime))
         except OSError:  # removed meanwhile
             continue
     return sorted(found, key=lambda file: -file.written_at)
@@ -118,7 +124,7 @@ def _collect(file: LogFile, wanted: LogFilter, into: deque[LogLine]) -> bool:
     most = _MOST_BYTES_OF_ONE if wanted.log else most
     size = _FIRST_BYTES if wanted.since else most
     while True:
-        raw_lines, cut = _tail(file.path, size)
+        raw_lines, cut = _tail(file.parts, size)
         lines = _read(file, raw_lines)
         if not cut or size >= most or (lines and lines[0][1] < wanted.since):
             break
@@ -186,17 +192,26 @@ def _first_line(path: Path) -> Mapping[str, Any]:
     return about if isinstance(about, dict) else {}
 
 
-def _parts(path: Path) -> list[Path]:
-    """Return the files of a log, oldest first."""
-    copies = [copy for copy in path.parent.glob(f"{path.name}.*") if copy.suffix[1:].isdigit()]
-    return [*sorted(copies, key=lambda copy: -int(copy.suffix[1:])), path]
+def _logs_in(folder: Path) -> dict[str, list[int]]:
+    """Return the numbers of the rotated copies of each log, by the log's name."""
+    try:
+        with os.scandir(folder) as entries:
+            names = {entry.name for entry in entries}
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return {}
+    copies: dict[str, list[int]] = {name: [] for name in names if name.endswith(".log")}
+    for name in names:
+        log, _, number = name.rpartition(".")
+        if log in copies and _COPY.fullmatch(number):
+            copies[log].append(int(number))
+    return copies
 
 
-def _tail(path: Path, most: int) -> tuple[list[bytes], bool]:
+def _tail(parts: Sequence[Path], most: int) -> tuple[list[bytes], bool]:
     """Return the whole lines of the last `most` bytes of a log, and whether earlier ones exist."""
     blocks: list[bytes] = []
     cut = False
-    for part in reversed(_parts(path)):
+    for part in reversed(parts):
         if most <= 0:
             return b"".join(reversed(blocks)).splitlines(), True
         with part.open("rb") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from tandem.cli import logs
 from tandem.cli.main import app
 from tandem.errors import ServerError
-from tandem.log_lines import LogFilter, LogLine, read_log_lines
+from tandem.log_lines import LogFilter, LogLine, list_log_files, read_log_lines
 
 NOON = datetime(2026, 7, 13, 12, tzinfo=UTC)
 ANN, BEN = "s-aaaaaaaaaaaa", "s-bbbbbbbbbbbb"
@@ -32,6 +33,18 @@ def write(folder: Path, log: str, *lines: str) -> None:
 
 def first(log: str, session: str, run: str = "") -> str:
     return line(0, "log_of_worker", worker_id=log, session_id=session, run_id=run)
+
+
+def test_copies_of_a_log_are_found_by_one_look_at_the_folder(tmp_path, monkeypatch):
+    looks = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scan(path))
+    for name in ("w.log", "w.log.2", "w.log.10", "w.log.old", "w.log.1.tmp", "v.log", "x.log.1"):
+        (tmp_path / name).write_text("x\n")
+    found = {file.name: file for file in list_log_files(tmp_path)}
+    assert [part.name for part in found["w"].parts] == ["w.log.10", "w.log.2", "w.log"]
+    assert ({*found}, found["w"].bytes, looks) == ({"w", "v"}, 6, [tmp_path])
+    assert list_log_files(tmp_path / "none") == []
 
 
 @pytest.fixture
