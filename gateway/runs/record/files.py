@@ -65,12 +65,15 @@ def read_lines(
     folder: Path, kind: Kind, start: Place, *, most_bytes: int
 ) -> Iterator[tuple[list[bytes], Place]]:
     """Yield complete lines from `start` on, and the place behind them, in pieces of about 1 MiB.
-    Stop after `most_bytes`."""
+    Stop after `most_bytes`. An offset behind a segment means its end."""
     for segment in list_segments(folder, kind):
         if segment[:2] < start[:2]:
             continue
         offset = start.offset if segment[:2] == start[:2] else 0
         with (folder / segment.file(kind)).open("rb") as stream:
+            if offset > (size := stream.seek(0, os.SEEK_END)):  # a client's own number
+                offset = size
+                yield [], segment._replace(offset=offset)
             stream.seek(offset)
             torn = False
             while most_bytes > 0 and not torn and (lines := stream.readlines(_READ_BYTES)):

@@ -55,6 +55,16 @@ def test_a_reader_goes_on_where_it_was(tmp_path):
     assert lines(tmp_path, end) == ["b", "c"]
 
 
+def test_an_offset_behind_a_segment_means_its_end(tmp_path):
+    journal = writer(tmp_path)
+    journal.append(b"a\n")
+    far = Place(5, 0, 10**18 - 1)
+    [(found, end)] = read_lines(tmp_path, "metrics", far, most_bytes=2**40)
+    assert (found, end) == ([], Place(5, 0, 2))
+    journal.append(b"b\n")
+    assert lines(tmp_path, end) == ["b"]
+
+
 def test_a_torn_last_line_is_ignored_until_it_is_whole(tmp_path):
     writer(tmp_path).append(b"a\n")
     with (tmp_path / "metrics-5-0.jsonl").open("ab") as file:
