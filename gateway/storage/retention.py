@@ -86,7 +86,7 @@ class Retention:
             gone = await asyncio.to_thread(self._without_folder, [row["id"] for row in rows])
             for table in (training_steps, rollout_batches, run_records):
                 await self._remove(table, table.c.run_id.in_(gone))
-            await asyncio.to_thread(self._remove_records, gone)  # before the rows that name them
+            gone = await asyncio.to_thread(self._remove_records, gone)
             await self.database.write_together(
                 delete(runs).where(runs.c.id.in_(gone), unnamed),
                 delete(weight_versions).where(
@@ -105,9 +105,14 @@ class Retention:
             if not any((root / run_folder_name(run_id)).exists() for root in roots)
         ]
 
-    def _remove_records(self, run_ids: list[str]) -> None:
-        for run_id in run_ids:
-            shutil.rmtree(self.data_dir / "runs" / run_folder_name(run_id), ignore_errors=True)
+    def _remove_records(self, run_ids: list[str]) -> list[str]:
+        """Return the runs whose folders are gone. The rows of the others name what is left."""
+        folders = {run_id: self.data_dir / "runs" / run_folder_name(run_id) for run_id in run_ids}
+        for folder in folders.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        if left := [run_id for run_id, folder in folders.items() if folder.exists()]:
+            get_log().error("records_not_removed", runs=left)
+        return [run_id for run_id in run_ids if run_id not in left]
 
     async def _remove_sessions(self, before: float) -> int:
         empty = ~exists().where(runs.c.session_id == sessions.c.id)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 import time
 
 import pytest
@@ -154,6 +155,18 @@ async def test_a_run_stays_with_its_session_while_it_has_a_checkpoint_or_files(h
     await history.retention.remove_old()
     kept = {"sessions": 1, "runs": 1, "checkpoints": 1, "training_steps": 3}
     assert await history.rows() == kept, "steps stay and go with their run"
+
+
+async def test_a_run_stays_until_its_record_is_removed(history, monkeypatch):
+    await history.add("s-old", days_ago=100)
+    record = history.folder / "runs" / "s-old_train_0" / "record"
+    record.mkdir(parents=True)
+    with monkeypatch.context() as disk:
+        disk.setattr(shutil, "rmtree", lambda *_, **__: None)  # as on a read-only disk
+        await history.retention.remove_old()
+    assert (await history.rows())["runs"] == 1
+    await history.retention.remove_old()
+    assert (await history.rows(), record.parent.exists()) == ({}, False)
 
 
 async def test_operations_and_samplers_of_a_run_that_goes_on_for_months_go_too(history):
