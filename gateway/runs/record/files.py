@@ -96,10 +96,12 @@ class SegmentWriter:
     _newest: Place = field(default=Place(), init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
-    def append(self, content: bytes) -> Place:
-        """Write whole lines and sync them. Return their beginning. After an `OSError`, the lines
-        are cut off where the disk allows it."""
+    def append(self, content: bytes, anew: bool = False) -> Place:
+        """Write whole lines and sync them, `anew` in a new segment. Return their beginning. After
+        an `OSError`, the lines are cut off where the disk allows it."""
         with self._lock:  # a cancelled call goes on in its thread
+            if anew:
+                self._place = None
             return self._append(content)
 
     def _append(self, content: bytes) -> Place:

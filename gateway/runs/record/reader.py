@@ -69,16 +69,19 @@ def read_index(folder: Path, run_id: str) -> tuple[RecordIndex, list[RolloutBatc
 
 
 def _batches(folder: Path, run_id: str) -> list[RolloutBatch]:
-    """Return the batches in the order of writing, each once. The lines of a batch are together."""
+    """Return the batches in the order of writing. The lines of a batch are together in a segment. A
+    batch that was written again, in another segment, replaces its earlier copy."""
     found: dict[str, _Batch] = {}
-    last = ""
+    last = ("", "")
     for line, place in _lines(folder, "rollouts"):
         with suppress(ValueError, TypeError, LookupError):
             rollout = orjson.loads(line)
             name, step = str(rollout[BATCH_ID]), int(rollout["step"])
-            if name != last and name in found:
-                continue  # written again
-            last, batch = name, found.setdefault(name, _Batch(place, step))
+            this = (name, place.file("rollouts"))
+            if this != last:
+                found.pop(name, None)
+                found[name] = _Batch(place, step)
+            last, batch = this, found[name]
             batch.bytes += len(line)
             batch.count += 1
             if (reward := reward_of(rollout)) is not None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -56,6 +57,8 @@ _PENDING = 1000
 """Server rows of a run that wait for a failing disk."""
 _RETRY = 5.0
 _CLOSE = 10.0
+_WRITE, _READ = 20.0, 60.0
+"""Seconds to wait for a disk."""
 _IDLE = 3600.0
 """Seconds until a run without new rows leaves the memory."""
 _STEPS = 1000
@@ -87,6 +90,8 @@ class _Writing:
         self.metrics = SegmentWriter(folder, "metrics", epoch)
         self.rollouts = SegmentWriter(folder, "rollouts", epoch)
         self.lock = asyncio.Lock()
+        self.unsure = False
+        """Rollouts may be in the file without a row. Their batch may be written again."""
         self.used_at = time.monotonic()
 
 
@@ -121,13 +126,19 @@ class RecordStore:
         for task in (tasks := list(self._flushing.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        writes = asyncio.gather(
+            *map(self._write_pending, list(self._pending)),
+            self.identity_files.close(),
+            return_exceptions=True,
+        )
         try:
             async with asyncio.timeout(_CLOSE):
-                for run_id in list(self._pending):
-                    await self._write_pending(run_id)
-                await self.identity_files.close()
-        except (StorageFailed, TimeoutError) as error:
-            self._log.error("server_rows_lost", runs=len(self._pending), reason=describe(error))
+                failures = [each for each in await writes if each is not None]
+        except TimeoutError as error:
+            failures = [error]
+        if failures:
+            reason = describe(failures[0])
+            self._log.error("server_rows_lost", runs=len(self._pending), reason=reason)
         for threads in (self._threads, self._readers):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -138,7 +149,7 @@ class RecordStore:
     ) -> Appended:
         """Write rows of metrics. Drops and counts rows beyond a limit. Raises `UnknownRun`."""
         writing = await self._writing(run_id)
-        async with writing.lock:
+        async with _held(writing.lock):
             now, by_user = time.time(), source == "user"
             index = replace(writing.index, updated_at=now)
             full = await self._why_full(writing) if by_user and rows else ""
@@ -160,7 +171,7 @@ class RecordStore:
         """Write the rollouts of a batch once: a repeated `batch` changes nothing. Drops and counts
         rollouts beyond a limit. Raises `UnknownRun`."""
         writing = await self._writing(run_id)
-        async with writing.lock:
+        async with _held(writing.lock):
             this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.batch == batch)
             if known := await self.database.read_one(select(rollout_batches).where(this)):
                 return Appended(known["count"], max(len(rollouts) - known["count"], 0))
@@ -179,7 +190,8 @@ class RecordStore:
             lines = [line for line, _ in found]
             place = Place()
             if lines:
-                place = await self._in_thread(writing.rollouts.append, b"".join(lines))
+                anew, writing.unsure = writing.unsure, True
+                place = await self._in_thread(writing.rollouts.append, b"".join(lines), anew)
             rewards = [reward for _, reward in found if reward is not None]
             row = RolloutBatch(
                 run_id=run_id,
@@ -195,6 +207,7 @@ class RecordStore:
                 reward_max=max(rewards, default=None),
             )
             await self.database.write(self._put_batch, asdict(row))
+            writing.unsure &= not lines
             index = replace(writing.index, updated_at=now)
             index = replace(index, rollouts=index.rollouts + len(lines))
             await self._keep(writing, index, lines, dropped=dropped)
@@ -395,7 +408,7 @@ class RecordStore:
         **kwargs: Parameters.kwargs,
     ) -> Result:
         """Raises `StorageFailed` for an `OSError`."""
-        return await _run(self._threads, partial(work, *args, **kwargs))
+        return await _run(self._threads, partial(work, *args, **kwargs), _WRITE)
 
     async def _read(
         self,
@@ -404,12 +417,27 @@ class RecordStore:
         **kwargs: Parameters.kwargs,
     ) -> Result:
         """Raises `StorageFailed` for an `OSError`."""
-        return await _run(self._readers, partial(work, *args, **kwargs))
+        return await _run(self._readers, partial(work, *args, **kwargs), _READ)
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[[], Result]) -> Result:
+@asynccontextmanager
+async def _held(lock: asyncio.Lock) -> AsyncIterator[None]:
+    """Hold a lock for the block. Raises `StorageFailed` if a slow disk keeps it."""
     try:
-        return await asyncio.get_running_loop().run_in_executor(threads, work)
-    except OSError as error:
+        async with asyncio.timeout(_WRITE):
+            await lock.acquire()
+    except TimeoutError as error:
+        raise typed(error) from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[[], Result], seconds: float) -> Result:
+    try:
+        async with asyncio.timeout(seconds):
+            return await asyncio.get_running_loop().run_in_executor(threads, work)
+    except OSError as error:  # also `TimeoutError`
         get_log().error("record_failed", reason=describe(error))
         raise typed(error) from error

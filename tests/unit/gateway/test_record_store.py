@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 from sqlalchemy import insert, select, update
@@ -13,7 +14,10 @@ from gateway.runs.record.files import Place, record_folder
 from gateway.runs.record.lineage import ancestors_of, note_parent
 from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.progress import RecordIndex
+from gateway.runs.record.reader import read_index
+from gateway.runs.record.rollouts import RolloutBatch
 from gateway.runs.record.store import RecordStore
+from gateway.storage.database import from_row
 from gateway.storage.tables import rollout_batches, run_records, runs
 from tandem.errors import StorageFailed, StorageFull, UnknownRun
 from tests.support.gateway.checkpoint_store import RUN, Store
@@ -138,6 +142,62 @@ async def test_a_batch_that_was_written_without_its_row_is_written_again_and_rea
     page = await later.rollouts(RUN, 1)
     assert [one["answer"] for one in page.rollouts] == ["a"] and page.total_count == 1
     await later.close()
+
+
+async def test_a_repeated_batch_replaces_its_earlier_copy_in_the_index_of_the_files(
+    record, world, monkeypatch
+):
+    many = [{"answer": "a", "reward": 1}, {"answer": "b", "reward": 0}]
+
+    async def fail(*_):
+        raise StorageFailed("no connection")
+
+    with monkeypatch.context() as outage:
+        outage.setattr(world.database, "write", fail)
+        with pytest.raises(StorageFailed):
+            await record.append_rollouts(RUN, "x", 1, many)
+    folder = record_folder(world.data_dir, RUN)
+    (first,) = folder.glob("rollouts-*.jsonl")
+    await record.append_rollouts(RUN, "x", 1, many)
+    await _check_files(record)
+    with first.with_name("rollouts-1-1.jsonl").open("ab") as second:
+        second.truncate(second.tell() - 5)  # torn
+    await world.database.write(rollout_batches.delete())
+    later = record_of(world, epoch=2)
+    await later.append_rollouts(RUN, "x", 1, many)
+    await _check_files(later)
+    await later.close()
+
+
+async def _check_files(record):
+    (row,) = await record.database.read(select(rollout_batches))
+    assert read_index(record_folder(record.data_dir, RUN), RUN)[1] == [from_row(RolloutBatch, row)]
+    assert row["count"] == 2
+
+
+async def test_a_disk_that_hangs_is_an_error_to_repeat(record, monkeypatch):
+    writing = await record._writing(RUN)
+    monkeypatch.setattr(store_module, "_WRITE", 0.0)
+    go_on = threading.Event()
+    with pytest.raises(StorageFailed):
+        await record._in_thread(go_on.wait)
+    go_on.set()
+    async with writing.lock:
+        with pytest.raises(StorageFailed):
+            await record.append_metrics(RUN, [row(1, a=1)], "user")
+    assert not writing.lock.locked()
+
+
+async def test_a_run_that_cannot_be_written_loses_no_rows_of_other_runs_at_the_end(world):
+    other = "s-1:train:1"
+    await add_run(world, other)
+    record_folder(world.data_dir, RUN).parent.write_text("no folder")
+    record = record_of(world)
+    for run_id in (RUN, other):
+        record.note_step(run_id, 1, {"loss": 0.5})
+    await record.close()
+    assert await points(record_of(world, 2), "tandem/loss", other) == {1: 0.5}
+    assert list(record._pending) == [RUN]
 
 
 @pytest.mark.parametrize(
