@@ -15,6 +15,8 @@ from gateway.runs.record.progress import RecordIndex
 POINTS = 300
 """Of a curve that the server draws."""
 SECONDS = "tandem/seconds/"
+_MOST_DRAWN = 24
+"""Plots of a group."""
 _LABELS: Mapping[str, str] = {
     "tandem/loss": "Loss per trained token",
     "tandem/kl_mean": "KL, mean",
@@ -34,12 +36,13 @@ _FIRST = list(_LABELS)
 
 @dataclass(frozen=True)
 class Plot:
-    """A metric. `last` is its newest value as text, and `drawn` is empty while it is read."""
+    """A metric. `last` is its newest value as text. `drawn` is empty while the curve is read, and
+    None if only the script draws it."""
 
     name: str
     label: str
     last: str
-    drawn: Markup
+    drawn: Markup | None
 
 
 def board_of(
@@ -47,11 +50,16 @@ def board_of(
     curves: Sequence[Mapping[str, Curve] | None],
     *,
     marks: Sequence[Mark] = (),
+    every: bool = False,
 ) -> dict[str, list[Plot]]:
-    """Return the plots of runs by the title of their group. Curves that are None come later."""
+    """Return the plots of runs by the title of their group. Curves that are None come later. A
+    group has at most 24 drawn plots, unless `every` one is drawn."""
     names = {name for index in indexes for name in index.last if not name.startswith(SECONDS)}
     return {
-        title: [_plot(name, indexes, curves, marks) for name in group]
+        title: [
+            _plot(name, indexes, curves, marks, draw=every or place < _MOST_DRAWN)
+            for place, name in enumerate(group)
+        ]
         for title, group in _grouped(names).items()
         if group
     }
@@ -74,14 +82,19 @@ def _plot(
     indexes: Sequence[RecordIndex],
     curves: Sequence[Mapping[str, Curve] | None],
     marks: Sequence[Mark],
+    *,
+    draw: bool,
 ) -> Plot:
     label = _LABELS.get(name, name.removeprefix("tandem/"))
+    drawn = Markup() if draw else None
     lines = [
         (colour, found[name]) for colour, found in enumerate(curves, 1) if found and name in found
     ]
+    if draw and lines:
+        drawn = line_chart(lines, title=label, marks=marks)
     return Plot(
         name=name,
         label=label,
         last=figure(indexes[0].last.get(name)) if len(indexes) == 1 else "",
-        drawn=line_chart(lines, title=label, marks=marks) if lines else Markup(),
+        drawn=drawn,
     )

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, cast
 
 import orjson
@@ -266,12 +267,14 @@ async def _render(
     listed = await _models(page, request)
     known = {value for _, options in listed for value, _ in options}
     given = [(side.model, side.model) for side in sides if side.model not in known]
-    return page.render(
+    make = partial(
+        page.render,
         "chat.html",
         form={**dict.fromkeys(("model", "model2", "system", "mode", *_PARAMETERS), ""), **form},
         sides=sides,
         models=[*([("Given", given)] if given else []), *listed],
     )
+    return await page.draw(make)
 
 
 async def _models(page: Page, request: Request) -> list[tuple[str, list[tuple[str, str]]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated
+from urllib.parse import urlencode
 
 from fastapi import Query
 from starlette.responses import Response
@@ -29,22 +30,31 @@ router = PageRouter()
 async def compare_page(
     page: PageDep,
     run: Annotated[list[str], Query(max_length=100)] = [],  # noqa: B006 - FastAPI copies it
+    all: Annotated[bool, Query()] = False,
 ) -> Response:
-    """Show curves of the same names together, and the differences of the configurations."""
+    """Show curves of the same names together, `all` of them drawn without a script, and the
+    differences of the configurations."""
     ids = list(dict.fromkeys(run))
     if not 2 <= len(ids) <= COLOURS:
         raise InvalidRequest(f"you chose {len(ids)} runs; choose 2 to {COLOURS} in the list")
     found = [await own_run(run_id, page) for run_id in ids]
     indexes = await page.gateway.record.summaries(ids)
     curves = [await page.views.curves(run_id, None, POINTS) for run_id in ids]
-    settings = [flat(each.identity.config) for each in found]
-    return page.render(
-        "compare.html",
-        runs=await page.views.rows(found),
-        board_groups=board_of([indexes.get(each, RecordIndex(each)) for each in ids], curves),
-        different=_table(settings, differs=True),
-        same=_table(settings, differs=False),
-    )
+    rows = await page.views.rows(found)
+
+    def draw() -> Response:
+        settings = [flat(each.identity.config) for each in found]
+        shown = [indexes.get(each, RecordIndex(each)) for each in ids]
+        return page.render(
+            "compare.html",
+            runs=rows,
+            board_groups=board_of(shown, curves, every=all),
+            different=_table(settings, differs=True),
+            same=_table(settings, differs=False),
+            all_at="?" + urlencode([*(("run", each) for each in ids), ("all", "1")]),
+        )
+
+    return await page.draw(draw)
 
 
 def _table(

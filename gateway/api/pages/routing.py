@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Coroutine
-from typing import Annotated, cast
+from typing import Annotated, TypeVar, cast
 from urllib.parse import parse_qsl, quote
 
 from fastapi import Depends
@@ -22,6 +23,8 @@ from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Responses, R
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
 from tandem.errors import InvalidRequest, TandemError, Unauthenticated
+
+Value = TypeVar("Value")
 
 FORM = "application/x-www-form-urlencoded"
 FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
@@ -89,6 +92,11 @@ class Page(Access):
     def render(self, template: str, *, status: int = 200, **data: object) -> Response:
         """Return a page. Each template also gets `caller`, `form_token` and `path`."""
         return render_for(self._request, template, status=status, **data)
+
+    async def draw(self, make: Callable[[], Value]) -> Value:
+        """Make a large page or parts of one in a thread, in turns of the owners."""
+        async with self.views.drawing.turn(self.caller.owner):
+            return await asyncio.to_thread(make)
 
     def check_still_signed_in(self) -> None:
         """Raise `Unauthenticated` after a sign-out, or after the end of the key."""

@@ -37,8 +37,10 @@ _LOG_LINES = 300
 
 
 @router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
-async def run_page(run_id: PathText, page: PageDep) -> Response:
-    """Show a run with its curves."""
+async def run_page(
+    run_id: PathText, page: PageDep, all: Annotated[bool, Query()] = False
+) -> Response:
+    """Show a run with its curves, `all` of them drawn without a script."""
     gateway = page.gateway
     run = await own_run(run_id, page)
     cursor = await gateway.record.end_of_metrics(run_id)
@@ -46,16 +48,21 @@ async def run_page(run_id: PathText, page: PageDep) -> Response:
     curves = await page.views.curves(run_id, None, POINTS, ancestors)
     facts = await read_facts(gateway, page.views, run)
     relatives = await gateway.run_records.relatives(run, page.caller)
-    return page.render(
-        "run.html",
-        facts=facts,
-        shares=SHARES,
-        board_groups=board_of([facts.index], [curves], marks=facts.marks),
-        config=flat(run.identity.config),
-        relatives=relatives,
-        usage=await gateway.run_resources.read_resources(run_id),
-        cursor=_text(cursor),
-    )
+    usage = await gateway.run_resources.read_resources(run_id)
+
+    def draw() -> Response:
+        return page.render(
+            "run.html",
+            facts=facts,
+            shares=SHARES,
+            board_groups=board_of([facts.index], [curves], marks=facts.marks, every=all),
+            config=flat(run.identity.config),
+            relatives=relatives,
+            usage=usage,
+            cursor=_text(cursor),
+        )
+
+    return await page.draw(draw)
 
 
 @router.operation("GET", "/runs/{run_id}/curves", role="reader", errors=[UnknownRun])
@@ -96,11 +103,12 @@ async def live_run(
             return Changes(cursor)
         run, before = await own_run(run_id, page), state
         facts = await read_facts(page.gateway, page.views, run)
-        parts = {
-            part: fragment(f"{part}.html", facts=facts, shares=SHARES, caller=page.caller)
-            for part in _PARTS
-        }
-        return Changes(_text(end), parts, points)
+
+        def draw() -> dict[str, str]:
+            about = {"facts": facts, "shares": SHARES, "caller": page.caller}
+            return {part: fragment(f"{part}.html", **about) for part in _PARTS}
+
+        return Changes(_text(end), await page.draw(draw), points)
 
     return live_response(page, look, cursor=after)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ async def read_facts(gateway: Gateway, views: RunViews, run: RunRecord) -> RunFa
         why=why,
         live=gateway.runs.get(run.id),
         shares={name: value for name, value in shares.items() if isinstance(value, float | int)},
-        drawn=stacked_bars(parts, title="Seconds of each step"),
+        drawn=await asyncio.to_thread(stacked_bars, parts, title="Seconds of each step"),
         happenings=_happenings(events[-_MOST_ROWS:], seconds.get(f"{SECONDS}step")),
         saved=saved[: -_MOST_ROWS - 1 : -1],
     )

@@ -16,6 +16,7 @@ from gateway.runs.record.curves import Curve
 from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.progress import RecordIndex, StepProgress
 from gateway.runs.record.rows import RunRecord
+from gateway.storage.fair_queue import FairSemaphore
 
 Value = TypeVar("Value")
 
@@ -23,6 +24,8 @@ PATIENCE = 0.1
 """Seconds that a page waits for curves. Those of a long run come later, over its stream."""
 _SPARK_POINTS = 40
 _REMEMBERED = 2000
+_DRAWING = 2
+"""Pages drawn at once, because Python holds the interpreter lock."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class RunViews:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self.drawing = FairSemaphore(slots=_DRAWING)
         self._sparks: OrderedDict[str, tuple[int, Markup]] = OrderedDict()
         self._reading: dict[str, asyncio.Task[Any]] = {}
 

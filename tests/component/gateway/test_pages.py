@@ -106,6 +106,20 @@ def test_a_run_shows_its_groups_of_curves_and_where_the_time_went(gate):
     assert "nested.seed" in text
 
 
+def test_at_most_24_curves_of_a_group_are_drawn_without_a_script(gate):
+    runs = [new_run(gate, name) for name in ("wide", "wider")]
+    for run in runs:
+        log(gate, run, **{f"metric{number:02}": 1.0 for number in range(30)})
+    with signed_in(gate) as client:
+        for path in (f"/runs/{runs[0]}", f"/compare?run={runs[0]}&run={runs[1]}"):
+            text = client.get(path).text
+            assert (text.count('data-name="metric'), text.count('<svg class="chart"')) == (30, 24)
+            assert "<summary>6 more</summary>" in text
+            more = re.search(r'<noscript><p><a href="([^"]+all=1)"', text)[1]
+            everything = client.get(f"{path.partition('?')[0]}{html.unescape(more)}").text
+            assert everything.count('<svg class="chart"') == 30
+
+
 def test_a_long_record_does_not_delay_the_page(gate, monkeypatch):
     run = new_run(gate, "slow-to-read")
     log(gate, run, reward=1.0)
