@@ -63,13 +63,19 @@ async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)]
     sessions.update(row.session for row in overview.rows.values() if caller.may_see(row.owner))
     names = await worker_names(gateway.database, caller, sessions)
     groups = [overview.groups[group.name] for group in gateway.groups()]
-    return page.render(
-        "devices.html",
-        groups=[_group(each, standings(overview, each), names) for each in groups],
-        queue=[_worker(each, names, x=0.0, whole=0) for each in applicants(overview)],
-        charts=charts(events, names, since=since, now=now),
-        hours=hours,
-    )
+    shown = [_group(each, standings(overview, each), names) for each in groups]
+    queue = [_worker(each, names, x=0.0, whole=0) for each in applicants(overview)]
+
+    def draw() -> Response:
+        return page.render(
+            "devices.html",
+            groups=shown,
+            queue=queue,
+            charts=charts(events, names, since=since, now=now),
+            hours=hours,
+        )
+
+    return await page.draw(draw)
 
 
 def _group(group: WorkerGroup, found: Sequence[Standing], names: WorkerNames) -> DeviceGroup:

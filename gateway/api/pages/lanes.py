@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from sqlalchemy import RowMapping, func, select
 
@@ -14,6 +15,8 @@ from gateway.storage.tables import runs, worker_events
 
 _MOST_EVENTS = 20_000
 _MOST_LANES = 200
+_MOST_BARS = 300
+"""Of one lane."""
 LEFT, WIDTH, RIGHT = 190, 1000, 10
 """Units of the picture: the labels' part, the time axis, and the margin."""
 _ROW, _TOP = 24, 22
@@ -23,7 +26,8 @@ _MOST_TICKS = 8
 
 @dataclass(frozen=True)
 class Bar:
-    """A state of one worker. `x` and `width` are in units of the picture."""
+    """A state of one worker, or several short ones together, with their longest state. `x` and
+    `width` are in units of the picture."""
 
     x: float
     width: float
@@ -124,8 +128,8 @@ def charts(
         seen = names.caller.may_see(row["owner"])
         bars[row["group_name"], row["key"]].append(
             Bar(
-                x=round(LEFT + (begin - since) * scale, 1),
-                width=round(max(1.0, (at - begin) * scale), 1),
+                x=LEFT + (begin - since) * scale,
+                width=(at - begin) * scale,
                 state=row["state"],
                 title=_title(row, at, busy) if seen else row["state"],
             )
@@ -155,11 +159,44 @@ def _chart(
     )
     shown = keys[-_MOST_LANES:]
     lanes = [
-        Lane(*labels[key], y=_TOP + number * _ROW, bars=bars[group, key])
+        Lane(*labels[key], y=_TOP + number * _ROW, bars=_drawable(bars[group, key]))
         for number, key in enumerate(shown)
     ]
     height = _TOP + len(lanes) * _ROW
     return Chart(group, height, lanes, ticks, hidden=len(keys) - len(shown))
+
+
+def _drawable(bars: Sequence[Bar]) -> list[Bar]:
+    """Return bars of at least one unit, at most 300."""
+    found = _joined(bars, unit=1.0)
+    if len(found) > _MOST_BARS:
+        found = _joined(bars, unit=2 * WIDTH / _MOST_BARS)
+    return [replace(bar, x=round(bar.x, 1), width=round(max(1.0, bar.width), 1)) for bar in found]
+
+
+def _joined(bars: Sequence[Bar], *, unit: float) -> list[Bar]:
+    """Join neighbours that are narrower than a unit and begin within the same one."""
+
+    def place(numbered: tuple[int, Bar]) -> tuple[int, int]:
+        number, bar = numbered
+        return (number, -1) if bar.width >= unit else (-1, int((bar.x - LEFT) / unit))
+
+    return [
+        _together([bar for _, bar in neighbours])
+        for _, neighbours in groupby(enumerate(bars), key=place)
+    ]
+
+
+def _together(bars: Sequence[Bar]) -> Bar:
+    if len(bars) == 1:
+        return bars[0]
+    widths: defaultdict[str, float] = defaultdict(float)
+    for bar in bars:
+        widths[bar.state] += bar.width
+    state = max(widths, key=widths.__getitem__)
+    title = f"{len(bars)} short states, the longest {state.replace('_', ' ')}"
+    last = bars[-1]
+    return Bar(bars[0].x, last.x + last.width - bars[0].x, state, title)
 
 
 def _title(row: RowMapping, end: float, busy: float) -> str:

@@ -91,6 +91,25 @@ def test_a_state_that_began_before_the_shown_time_is_shown_from_its_beginning(ga
     assert "s-gone" in page_of(gate, path="/devices?hours=6")
 
 
+def test_a_lane_of_many_short_states_has_a_bounded_number_of_bars(gate):
+    states = ["awake", "asleep", "asleep"]
+    flood = [
+        event("s-flood:train:0", states[number % 3], ago=3000 - number / 2)
+        for number in range(5000)
+    ]
+    flood += [event("s-flood:train:0", states[n % 2], ago=500 - 4 * n) for n in range(100)]
+    record(gate, *flood)
+    shown = page_of(gate)
+    lane = re.search(r"<title>s-flood:train:0</title>.*?</g>", shown, re.DOTALL)[0]
+    bars = re.findall(r'class="bar (\w+)" x="([\d.]+)" y="\d+" width="([\d.]+)"', lane)
+    assert 100 < len(bars) <= 300
+    assert re.search(r"\d+ short states, the longest asleep", lane)
+    ends = [float(x) + float(width) for _, x, width in bars]
+    starts = [float(x) for _, x, _ in bars]
+    assert all(end - start < 1.2 for end, start in zip(ends, starts[1:], strict=False))
+    assert ends[-1] == pytest.approx(1190.0, abs=1)
+
+
 def test_the_page_of_a_week_is_read_without_a_script(gate):
     shown = page_of(gate, path="/devices?hours=168")
     assert "Over time" in shown
