@@ -1,8 +1,8 @@
 """One stream of server-sent events per open page, with only its changes.
 
 A page has parts: elements with an id, which the server renders again, and sends if they changed.
-The script `page.js` puts them into the page. A stream ends with the caller's session or key, and
-with the gateway. A slow reader delays only its own stream."""
+The script `page.js` puts them into the page. A stream ends with the caller's session, key or token,
+and with the gateway. A slow reader delays only its own stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ Look = Callable[[str], Awaitable[Changes]]
 
 
 def live_response(page: Page, look: Look, *, cursor: str = "") -> Response:
-    """Answer with a stream of the changes that `look(cursor)` finds, once a second."""
+    """Answer with a stream of the changes that `look(cursor)` finds, once a second. Raises
+    `Overloaded` if the owner has too many streams."""
+    page.hold_stream()
     return EventSourceResponse(_events(page, look, cursor), ping=_PING)
 
 

@@ -35,6 +35,7 @@ _ANSWERS: Responses = {
 }
 FORM_TOKEN_HEADER = "x-form-token"
 _MOST_FIELDS = 100
+_STREAM = "live_stream"
 _SIGN_IN = "/sign-in"
 _PAGES = (("/", "Runs"), ("/devices", "Devices"), ("/chat", "Chat"))
 """The navigation of a gateway. `tandem view` has its own in `app.state.pages`. With
@@ -55,6 +56,9 @@ class PageOperation(PathOperation):
             if not is_browser(request := Request(scope)):
                 raise
             await _refusal(request, error)(scope, receive, send)
+        finally:
+            if stream := scope.get("state", {}).get(_STREAM):
+                stream.release()
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[object, object, Response]]:
         handle = super().get_route_handler()
@@ -99,12 +103,20 @@ class Page(Access):
             return await asyncio.to_thread(make)
 
     def check_still_signed_in(self) -> None:
-        """Raise `Unauthenticated` after a sign-out, or after the end of the key."""
+        """Raise `Unauthenticated` after a sign-out, or after the end of the key or token."""
         if token := page_token(self._request):
             self.gateway.page_sessions.caller_of(token)
         key = self.gateway.keys.get(self.caller.key_id)
         if key is None or self.gateway.keys.ended(key):
             raise Unauthenticated("the API key has ended")
+        ends = self.caller.expires_at
+        if ends is not None and ends <= self.gateway.identity.clock():
+            raise Unauthenticated("the token has expired")
+
+    def hold_stream(self) -> None:
+        """Count the answer as one of the owner's streams until its end. Raises `Overloaded`."""
+        stream = self.views.streams.reserve(self.caller.owner)
+        setattr(self._request.state, _STREAM, stream)
 
 
 async def _page(request: Request) -> Page:

@@ -12,6 +12,7 @@ from markupsafe import Markup
 
 from gateway.api.pages.charts import sparkline
 from gateway.core import Gateway
+from gateway.owners.limits import Ledger
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.progress import RecordIndex, StepProgress
@@ -24,6 +25,8 @@ PATIENCE = 0.1
 """Seconds that a page waits for curves. Those of a long run come later, over its stream."""
 _SPARK_POINTS = 40
 _REMEMBERED = 2000
+_MOST_STREAMS = 16
+"""Of one owner."""
 _DRAWING = 2
 """Pages drawn at once, because Python holds the interpreter lock."""
 
@@ -57,6 +60,13 @@ class RunViews:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.drawing = FairSemaphore(slots=_DRAWING)
+        self.streams = Ledger(
+            limit="live_pages",
+            what="live pages",
+            per_owner=_MOST_STREAMS,
+            in_all=2**62,
+            refused=gateway.limits.note_refusal,
+        )
         self._sparks: OrderedDict[str, tuple[int, Markup]] = OrderedDict()
         self._reading: dict[str, asyncio.Task[Any]] = {}
 

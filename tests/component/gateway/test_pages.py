@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import re
+import time
+from contextlib import ExitStack
 from urllib.parse import quote
 
 import httpx
@@ -12,6 +14,7 @@ import pytest
 
 from gateway.api.pages import live, run_views
 from gateway.api.pages import runs as runs_page
+from gateway.owners.auth.identity import Caller
 from gateway.runs.record.progress import MetricsRow
 from tests.support.gateway.access_world import GROUPS
 from tests.support.gateway.browsers import (
@@ -25,6 +28,7 @@ from tests.support.gateway.browsers import (
     token_in,
 )
 from tests.support.gateway.running import running_gateway
+from tests.support.waiting import wait_until
 
 HOSTILE = "<script>alert(1)</script> \U0001f680 \u202egnp.exe\x07"
 
@@ -273,6 +277,53 @@ def test_a_stream_ends_with_its_session(gate, quick, end):
             else:
                 gate.run(gate.gateway.keys.revoke(key_id))
             assert [kind for kind, _ in found][-1] == "signed-out"
+
+
+def test_a_stream_ends_with_its_token(gate, quick, monkeypatch):
+    key_id, secret = new_key(gate)
+    run = new_run(gate, "by-token", key=secret)
+    token = gate.gateway.identity.issue(Caller(owner="ann", key_id=key_id, role="member"))
+    with gate.http(token) as client, client.stream("GET", f"/runs/{run}/live") as answer:
+        found = events(answer)
+        next(found)
+        ends = time.time() + gate.gateway.identity.token_ttl
+        monkeypatch.setattr(gate.gateway.identity, "clock", lambda: ends)
+        assert [kind for kind, _ in found][-1] == "signed-out"
+
+
+def test_an_owner_has_at_most_16_streams(gate, quick):
+    _, secret = new_key(gate, owner="eve")
+    _, other = new_key(gate, owner="fay")
+    with gate.http(secret) as client, gate.http(other) as neighbour:
+        with ExitStack() as streams:
+            for _ in range(16):
+                opened = streams.enter_context(client.stream("GET", "/live/runs"))
+                assert opened.status_code == 200
+            refused = client.get("/live/runs")
+            assert (refused.status_code, refused.json()["type"]) == (429, "overloaded")
+            assert "16 live pages of this owner" in refused.text
+            with neighbour.stream("GET", "/live/runs") as opened:
+                assert opened.status_code == 200
+
+        def opens() -> bool:
+            with client.stream("GET", "/live/runs") as opened:
+                return opened.status_code == 200
+
+        wait_until(opens)
+
+
+def test_a_cursor_behind_the_record_begins_at_its_end(gate, quick):
+    run = new_run(gate, "far")
+    log(gate, run, step=0, reward=0.1)
+    with signed_in(gate) as client:
+        cursor = re.search(r'data-cursor="([^"]+)"', client.get(f"/runs/{run}").text)[1]
+        far = f"{cursor.rpartition('-')[0]}-{10**18 - 1}"
+        with client.stream("GET", f"/runs/{run}/live?after={far}") as answer:
+            found = events(answer)
+            next(found)
+            log(gate, run, step=1, reward=0.2)
+            _, second = next(found)
+    assert second["points"] == {"reward": [[1, 0.2, 1.0]]}
 
 
 def test_a_restarted_gateway_continues_a_page_at_its_cursor(tmp_path, quick):

@@ -62,7 +62,10 @@ const stream = {
       this.wait = Math.min(2 * this.wait, 10000);
       const answer = await fetch(location.href, { method: "HEAD" }).catch(() => null);
       if (answer && answer.redirected) location.reload(); // signed out
-      else if (answer && answer.ok) this.open();
+      else if (answer && answer.ok) {
+        this.tell("This page gets no changes now, perhaps because too many pages are open. It tries again.");
+        this.open();
+      }
       else this.retry();
     }, this.wait);
   },
