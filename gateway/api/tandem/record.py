@@ -21,12 +21,15 @@ from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import Ancestor, ancestors_of
 from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.rollouts import Order
-from tandem.errors import StorageFailed, StorageFull, UnknownRun
+from gateway.runs.record.store import RecordStore
+from tandem.errors import StorageFailed, StorageFull, UnknownRun, describe
+from tandem.telemetry import get_log
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
 _METRICS_BODY = BodyBounds(4 * SMALL_BODY, values=4 * MOST_VALUES)
 _DISK = (StorageFailed, StorageFull)
+_READ_SECONDS = 5.0
 
 Step = Annotated[int, Field(ge=0, le=2**53)]
 Name = Annotated[str, StringConstraints(max_length=200)]
@@ -150,9 +153,7 @@ async def add_metrics(
     written = await record.append_metrics(run_id, rows, "user")
     found: Sequence[MetricsRow] = ()
     if server_after is not None:
-        after = Place(*map(int, server_after.split("-")))
-        found, end = await record.server_rows(run_id, after)
-        server_after = "-".join(map(str, end))
+        found, server_after = await _server_rows(record, run_id, server_after)
     return MetricsWritten(
         rows=written.written,
         dropped=written.dropped,
@@ -229,6 +230,21 @@ async def run_rollouts(
     await _check_owner(run_id, access)
     page = await access.gateway.record.rollouts(run_id, step, order, search, limit, offset, before)
     return Response(await asyncio.to_thread(orjson.dumps, page), media_type=JSON)
+
+
+async def _server_rows(
+    record: RecordStore, run_id: str, after: str
+) -> tuple[Sequence[MetricsRow], str]:
+    """Return the server's rows behind a cursor, and the next cursor.
+
+    A failing or slow read returns none: the client must not send stored rows again."""
+    try:
+        async with asyncio.timeout(_READ_SECONDS):
+            found, end = await record.server_rows(run_id, Place(*map(int, after.split("-"))))
+    except (StorageFailed, TimeoutError) as error:
+        get_log().warning("server_rows_not_read", run_id=run_id, reason=describe(error))
+        return (), after
+    return found, "-".join(map(str, end))
 
 
 def _curves_body(curves: dict[str, Curve]) -> bytes:

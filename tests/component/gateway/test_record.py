@@ -13,6 +13,7 @@ from tinker import types
 
 from gateway.admin.backup import back_up, restore
 from gateway.storage.retention import Retention
+from tandem.errors import StorageFailed
 from tests.support.gateway.access_world import Call
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
@@ -193,6 +194,20 @@ def test_the_server_logs_each_optimizer_step_and_tells_the_client(gate, client):
     assert log(client, run, server_after=told["server_cursor"])["server_rows"] == []
     assert log(client, run, (0, {"reward": 1}))["server_rows"] == []
     assert ok(client.get(f"{RUNS}/{run}"))["progress"]["step"] == 0  # the user counts now
+
+
+@pytest.mark.parametrize("fault", [StorageFailed("no disk"), None])
+def test_rows_are_stored_although_the_servers_rows_cannot_be_read(gate, client, monkeypatch, fault):
+    async def read(*_: object) -> None:
+        if fault is not None:
+            raise fault
+        await asyncio.Event().wait()
+
+    run = new_run(gate)
+    monkeypatch.setattr(gate.gateway.record, "server_rows", read)
+    monkeypatch.setattr("gateway.api.tandem.record._READ_SECONDS", 0.1)
+    told = log(client, run, (1, {"reward": 1}), server_after="1-0-7")
+    assert (told["rows"], told["server_rows"], told["server_cursor"]) == (1, [], "1-0-7")
 
 
 def test_rollouts_are_read_by_step_reward_and_text(gate, client):
