@@ -114,7 +114,8 @@ class Timeline:
         self._spans: dict[Signal, list[tuple[float, float]]] = {}
         self._open: dict[Signal, list[float]] = {}
         self._steps_of: dict[str, int] = {}
-        self._sampled: list[int] = []
+        self._sampled = self._sampled_steps = 0
+        """Samples since the last step, and the sum of their weights' steps."""
         self._last_sampled: int | None = None
 
     def add(self, signal: Signal, *, seconds: float) -> None:
@@ -157,7 +158,8 @@ class Timeline:
     def note_sampled(self, version: str) -> None:
         """Note the weights of a sample that ended."""
         if (step := self._steps_of.get(version)) is not None:
-            self._sampled.append(step)
+            self._sampled += 1
+            self._sampled_steps += step
             self._last_sampled = step
 
     # --- Steps --------------------------------------------------------------------------------
@@ -182,14 +184,13 @@ class Timeline:
             for name, seconds in time_shares(spans, self.since, now).items()
         }
         numbers["seconds/step"] = now - self.since
-        sampled = self._sampled
-        if not sampled and policy and self._last_sampled is not None:
-            sampled = [self._last_sampled]
-        if sampled:
-            numbers["staleness"] = step - 1 - sum(sampled) / len(sampled)
+        if self._sampled:
+            numbers["staleness"] = step - 1 - self._sampled_steps / self._sampled
+        elif policy and self._last_sampled is not None:
+            numbers["staleness"] = float(step - 1 - self._last_sampled)
         self.since = now
         self._spans.clear()
-        self._sampled = []
+        self._sampled = self._sampled_steps = 0
         return numbers
 
 

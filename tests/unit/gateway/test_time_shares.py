@@ -130,6 +130,10 @@ def test_staleness_is_the_mean_distance_of_the_samples_to_the_trainer():
         timelines.begin_sample(run_id="r", session_id="s", engines=[])(version)
     numbers = run.end_step(timelines.workers, step=5, trainer="t", accepted_at=100.0, policy=True)
     assert numbers["staleness"] == pytest.approx(2 / 3)
+    numbers = run.end_step(timelines.workers, step=6, trainer="t", accepted_at=100.0, policy=True)
+    assert numbers["staleness"] == 1  # the last sample's weights
+    numbers = run.end_step(timelines.workers, step=7, trainer="t", accepted_at=100.0, policy=False)
+    assert "staleness" not in numbers
 
 
 def test_a_step_over_a_restart_of_the_gateway_counts_the_unknown_time_as_queue():
