@@ -30,6 +30,9 @@ class BudgetUse:
     device_seconds: float = 0.0
     tokens: int = 0
 
+    def __sub__(self, before: BudgetUse) -> BudgetUse:
+        return BudgetUse(self.device_seconds - before.device_seconds, self.tokens - before.tokens)
+
 
 @dataclass(frozen=True)
 class OwnerLimits:
@@ -132,21 +135,31 @@ class OwnerBudgets:
                 device_seconds=changes.get("device_seconds", old.device_seconds),
                 tokens=int(tokens) if tokens is not None else None,
             )
-            used = self.used(owner)
-            if new.has_budget and (anew or not old.has_budget):
-                await self._database.flush()
-                total = (await self._totals([owner])).get(owner, BudgetUse())
-                used = BudgetUse()
-                new = replace(
-                    new,
-                    since=time.time(),
-                    device_seconds_before=total.device_seconds,
-                    tokens_before=total.tokens,
-                )
-            await self._database.write(self._put, vars(new), durable=True)
-            self._set(new, used)
+            begins = new.has_budget and (anew or not old.has_budget)
+            # From now on, use is noted for the new budget too.
+            before = self._used.setdefault(owner, BudgetUse()) if begins else BudgetUse()
+            try:
+                if begins:
+                    new = await self._begun(new)
+                await self._database.write(self._put, vars(new), durable=True)
+            except BaseException:
+                if not old.has_budget:
+                    self._used.pop(owner, None)
+                raise
+            self._set(new, self.used(owner) - before)
         self._log.info("owner_limits", **vars(new))
         return new
+
+    async def _begun(self, new: OwnerLimits) -> OwnerLimits:
+        """Return limits whose budget counts from now on."""
+        await self._database.flush()
+        total = (await self._totals([new.owner])).get(new.owner, BudgetUse())
+        return replace(
+            new,
+            since=time.time(),
+            device_seconds_before=total.device_seconds,
+            tokens_before=total.tokens,
+        )
 
     def _set(self, new: OwnerLimits, used: BudgetUse) -> None:
         owner = new.owner
