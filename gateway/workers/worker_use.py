@@ -37,12 +37,13 @@ _COUNTED_AS: dict[State, str] = {
 
 @dataclass
 class _UseSums:
-    """`at`: its seconds are counted until then. `process` said `use` in its last heartbeat."""
+    """`at`: its seconds are counted until then. `process` said `use` in its last heartbeat, or None
+    if only an earlier gateway heard one."""
 
     row: WorkerRow
     at: float
     process: str = ""
-    use: ProcessUse = field(default_factory=ProcessUse)
+    use: ProcessUse | None = None
     added: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     peaks: dict[str, float] = field(default_factory=dict)
 
@@ -56,7 +57,7 @@ class _UseSums:
 
     def count_use(self, process: str, use: ProcessUse) -> None:
         """Count the use since the last heartbeat of this process."""
-        last = self.use if process == self.process else ProcessUse()
+        last = (self.use or use) if process == self.process else ProcessUse()
         self.process, self.use = process, use
         seconds = use.seconds - last.seconds
         self.added["measured_seconds"] += seconds
@@ -88,7 +89,7 @@ class WorkerUseMeter:
     def note_state(self, row: WorkerRow, waited: float) -> None:
         """Note a row's new state. The oldest waiting call has waited for `waited` seconds."""
         now = self._clock()
-        sums = self._sums.setdefault(row.key, _UseSums(row, now))
+        sums = self._sums_of(row, now, process="" if row.state == "starting" else row.process)
         sums.count_state(now, waited)
         if row.state == "gone":
             self._write(self._sums.pop(row.key))
@@ -105,10 +106,15 @@ class WorkerUseMeter:
         """Add all sums to the table. `rows` are all rows, also those of an earlier gateway."""
         now = self._clock()
         for row in rows:
-            sums = self._sums.setdefault(row.key, _UseSums(row, now))
+            sums = self._sums_of(row, now, process=row.process)
             if row.state != "asleep":  # counted when it wakes
                 sums.count_state(now)
             self._write(sums)
+
+    def _sums_of(self, row: WorkerRow, now: float, *, process: str) -> _UseSums:
+        """Return the sums of a row. New ones belong to a row of an earlier gateway, which counted
+        the use of its `process` until now."""
+        return self._sums.setdefault(row.key, _UseSums(row, now, process))
 
     def _write(self, sums: _UseSums) -> None:
         added, sums.added = sums.added, defaultdict(float)

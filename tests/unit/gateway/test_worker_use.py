@@ -90,6 +90,34 @@ async def test_sums_grow_by_heartbeats_and_peaks_stay(database):
     assert row["gpu_shared_seconds"] == 0
 
 
+async def test_the_next_gateway_counts_a_survivors_use_from_its_first_heartbeat(database):
+    world = World(database)
+    world.row = replace(world.row, process="trainer-1")
+    world.becomes("awake", at=0.0)
+    world.says(seconds=10, cpu_seconds=5, gpu_seconds=6)
+    await world.written()
+    world.meter = WorkerUseMeter(database=database, metrics=Metrics(), clock=lambda: world.now)
+    await world.written()
+    world.says(seconds=30, cpu_seconds=15, gpu_seconds=16)
+    world.says(seconds=40, cpu_seconds=17, gpu_seconds=20)
+    (row,) = await world.written()
+    names = ("measured_seconds", "cpu_seconds", "gpu_seconds")
+    assert [row[name] for name in names] == [10 + 10, 5 + 2, 6 + 4]
+    world.meter.note_use(RUN, "trainer-2", ProcessUse(seconds=3.0).to_text())
+    (row,) = await world.written()
+    assert row["measured_seconds"] == 20 + 3
+
+
+async def test_the_next_gateway_counts_the_use_of_the_process_that_it_starts_from_its_start(
+    database,
+):
+    world = World(database, replace(TRAINER, state="starting", process="trainer-1"))
+    world.becomes("awake", at=0.0)
+    world.says(seconds=10)
+    (row,) = await world.written()
+    assert row["measured_seconds"] == 10
+
+
 async def test_the_load_of_a_shared_device_counts_only_while_the_worker_is_awake(database):
     world = World(database)
     world.becomes("awake", at=0.0)
