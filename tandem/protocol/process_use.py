@@ -15,6 +15,9 @@ from typing import Any
 
 import psutil
 
+from tandem.errors import describe
+from tandem.telemetry import get_log
+
 USE_METADATA_KEY = "tandem-use"
 """The trailing metadata of a health check with a `ProcessUse`, as JSON."""
 
@@ -140,17 +143,17 @@ class UseMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self._load = None if nvml is None else DeviceLoad(nvml, devices)
+        self._load = None if nvml is None else _device_load(nvml, devices)
         self._process = psutil.Process()
         self._at = clock()
         self._cpu = {each: seconds for each, seconds, _ in self._look()}
         self.use = ProcessUse()
 
     def measure(self) -> None:
-        """Add the use since the last call to `use`."""
+        """Add the use since the last call to `use`. Raises `psutil.Error`."""
+        found = self._look()
         now = self._clock()
         passed, self._at = now - self._at, now
-        found = self._look()
         # A process that was not there before counts from its start.
         computed = sum(seconds - self._cpu.get(each, 0.0) for each, seconds, _ in found)
         self._cpu = {each: seconds for each, seconds, _ in found}
@@ -188,6 +191,8 @@ class UseThread:
     def __init__(self, devices: Sequence[str]) -> None:
         self._devices = devices
         self._began = False
+        self._meter: UseMeter | None = None
+        self._failed = False
         self.use = ProcessUse()
         self.text = ""
 
@@ -197,11 +202,31 @@ class UseThread:
             threading.Thread(target=self._measure, name="process-use", daemon=True).start()
 
     def _measure(self) -> None:
-        meter = UseMeter(self._devices, nvml=_nvml(self._devices))
         while True:
+            self.measure_once()
             time.sleep(_LOOK_SECONDS)
-            meter.measure()
-            self.use, self.text = meter.use, meter.use.to_text()
+
+    def measure_once(self) -> None:
+        """Begin to measure, or measure until now. An error is logged once."""
+        try:
+            if self._meter is None:
+                self._meter = UseMeter(self._devices, nvml=_nvml(self._devices))
+            else:
+                self._meter.measure()
+                self.use, self.text = self._meter.use, self._meter.use.to_text()
+        except Exception as error:  # noqa: BLE001 - the next look may succeed
+            if not self._failed:
+                self._failed = True
+                get_log().warning("use_not_measured", reason=describe(error, typed=True))
+
+
+def _device_load(nvml: Any, devices: Sequence[str]) -> DeviceLoad | None:
+    """Return None for a driver that refuses to name its devices."""
+    try:
+        return DeviceLoad(nvml, devices)
+    except nvml.NVMLError as error:
+        get_log().warning("devices_not_measured", reason=describe(error, typed=True))
+        return None
 
 
 def _nvml(devices: Sequence[str]) -> Any:

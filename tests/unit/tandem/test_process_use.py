@@ -3,9 +3,11 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
-from tandem.protocol.process_use import ProcessUse, UseMeter
+from tandem.protocol import process_use
+from tandem.protocol.process_use import ProcessUse, UseMeter, UseThread
 
 OTHER = 4_000_000  # no process has this id
 
@@ -112,6 +114,34 @@ def test_without_a_driver_nothing_is_said_about_devices():
     use = measured(None, seconds=1.0)
     assert (use.gpu_seconds, use.gpu_peak, use.gpu_bytes) == (None, None, None)
     assert use.memory_bytes > 0
+
+
+def test_a_driver_that_cannot_name_its_devices_leaves_processors_and_memory(driver, monkeypatch):
+    def fail():
+        raise Driver.NVMLError(999)
+
+    monkeypatch.setattr(driver, "nvmlDeviceGetCount", fail)
+    use = measured(driver, seconds=1.0)
+    assert use.gpu_seconds is None and use.memory_bytes > 0
+
+
+def test_a_failed_look_is_logged_once_and_the_next_one_counts_its_time(monkeypatch):
+    logged = []
+    log = SimpleNamespace(warning=lambda event, **_: logged.append(event))
+    monkeypatch.setattr(process_use, "get_log", lambda: log)
+    thread = UseThread(["cpu:0"])
+    thread.measure_once()
+    with monkeypatch.context() as patch:
+        patch.setattr(psutil.Process, "children", lambda *_, **__: raise_(psutil.AccessDenied()))
+        for _ in range(3):
+            thread.measure_once()
+    assert thread.text == "" and logged == ["use_not_measured"]
+    thread.measure_once()
+    assert thread.use.memory_bytes > 0 and ProcessUse.parse(thread.text) == thread.use
+
+
+def raise_(error):
+    raise error
 
 
 def test_a_use_travels_as_text_also_to_a_gateway_that_knows_fewer_fields():
