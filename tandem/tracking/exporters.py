@@ -3,22 +3,64 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.errors import UserError
+from tandem.errors import UserError, describe
 from tandem.tracking.outbox import MetricRow
 
 
 class Exporter(Protocol):
-    """A tool that gets all rows, in the sender's thread. An error ends the exporter only."""
+    """A tool that gets all rows, in the sender's thread. An error ends the exporter only.
+
+    `close` has a thread of its own, which begins it behind the last row."""
 
     @property
     def name(self) -> str: ...
     def export_row(self, row: MetricRow) -> None: ...
     def close(self) -> None: ...
+
+
+class ClosingExporter:
+    """An exporter that a thread closes, never while it takes rows.
+
+    The thread begins here, because Python begins none while the program ends."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self.name = exporter.name
+        self._exporter = exporter
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._closed = False
+        self._error = ""
+        self._thread = threading.Thread(target=self._close, name="tandem-exporter", daemon=True)
+        self._thread.start()
+
+    def export_rows(self, rows: Sequence[MetricRow]) -> None:
+        """Raises any error of the exporter."""
+        with self._lock:
+            for row in () if self._closed else rows:
+                self._exporter.export_row(row)
+
+    def begin_close(self) -> None:
+        self._ending.set()
+
+    def wait_closed(self, timeout: float) -> str:
+        """Return why the exporter is not closed after `timeout` s, or ""."""
+        self._thread.join(timeout)
+        return "it takes too long" if self._thread.is_alive() else self._error
+
+    def _close(self) -> None:
+        self._ending.wait()
+        with self._lock:
+            self._closed = True
+            try:
+                self._exporter.close()
+            except Exception as error:  # noqa: BLE001 - another library must not end the program
+                self._error = describe(error, typed=True)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ Item = MetricRow | RolloutRows | IdentityChange
 class Outbox:
     """Rows in order of arrival. Above `limit` bytes, the oldest rows are dropped.
 
-    With `exported`, it also keeps metrics until an exporter takes them."""
+    With `exported`, it also keeps metrics until an exporter takes them, within the same limit."""
 
     def __init__(self, *, limit: int, exported: bool) -> None:
         self._limit = limit
@@ -66,7 +66,7 @@ class Outbox:
         self._changed = threading.Condition()
         self._items: deque[Item] = deque()
         self._fresh: deque[MetricRow] = deque()
-        self._bytes = 0
+        self._bytes = self._fresh_bytes = 0
         self._waiters = 0
         self._closed = False
         self.abandoned = False
@@ -82,6 +82,9 @@ class Outbox:
             self._bytes += item.size
             if self._exported and isinstance(item, MetricRow):
                 self._fresh.append(item)
+                self._fresh_bytes += item.size
+                while self._fresh_bytes > self._limit:
+                    self._fresh_bytes -= self._fresh.popleft().size
             while self._bytes > self._limit:
                 oldest = self._items.popleft()
                 self._bytes -= oldest.size
@@ -132,6 +135,7 @@ class Outbox:
         with self._changed:
             fresh = list(self._fresh)
             self._fresh.clear()
+            self._fresh_bytes = 0
             return fresh
 
     def oldest(self) -> list[Item]:

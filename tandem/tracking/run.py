@@ -16,7 +16,7 @@ import httpx
 
 from tandem.errors import UserError, describe
 from tandem.protocol.own_machine import http_client
-from tandem.tracking.exporters import Exporter, TrackedIdentity, make_exporters
+from tandem.tracking.exporters import ClosingExporter, Exporter, TrackedIdentity, make_exporters
 from tandem.tracking.outbox import IdentityChange, Item, MetricRow, Outbox, RolloutRows
 from tandem.tracking.sender import RecordSender, Warnings
 from tandem.tracking.values import as_number, snapshot
@@ -26,6 +26,8 @@ _BATCH_BYTES = 2**20
 _ROW_BYTES, _VALUE_BYTES = 300, 100
 """Memory of a row, and of a value with its name, roughly."""
 _IDENTITY_SECONDS = _EXIT_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
+"""The least time of the exporters, also after a silent gateway."""
 
 
 class TrackedRun:
@@ -51,7 +53,7 @@ class TrackedRun:
         self.url = f"{url}/runs/{quote(run_id, safe=':')}"
         """The run's page."""
         self._connect = connect
-        self._exporters = list(exporters)
+        self._exporters = [ClosingExporter(each) for each in exporters]
         self._buffer_bytes = buffer_bytes
         self._finished = False
         self._begin()
@@ -131,7 +133,8 @@ class TrackedRun:
     def finish(self, timeout: float = 30.0) -> None:
         """Send the last rows and close the exporters. Rows unsent after `timeout` s are lost.
 
-        The end of the program does the same, within 10 s."""
+        Exporters have 5 s to close if less than that is left. The end of the program does the same,
+        within 10 s and these 5 s."""
         if self._finished or os.getpid() != self._pid:
             return
         self._finished = True
@@ -141,8 +144,14 @@ class TrackedRun:
             self._lost += unsent
             self._warnings.warn_once("unsent", f"{unsent} rows of {self.run_id} were not sent")
         self._sender.thread.join(max(0.0, deadline - time.monotonic()))
+        deadline = max(deadline, time.monotonic() + _CLOSE_SECONDS)
         for exporter in self._exporters:
-            exporter.close()
+            exporter.begin_close()
+        for exporter in self._exporters:
+            if why := exporter.wait_closed(max(0.0, deadline - time.monotonic())):
+                self._warnings.warn_once(
+                    f"close {exporter.name}", f"{exporter.name} is not closed: {why}"
+                )
 
     def set_identity(self, fields: Mapping[str, Any]) -> None:
         """Change `name`, `tags` or `config`. No fields only check that the run exists.

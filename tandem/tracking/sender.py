@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import quote
 
@@ -13,7 +13,7 @@ import httpx
 import orjson
 
 from tandem.errors import InvalidRequest, TandemError, describe, from_type
-from tandem.tracking.exporters import Exporter
+from tandem.tracking.exporters import ClosingExporter
 from tandem.tracking.outbox import IdentityChange, Item, MetricRow, Outbox, RolloutRows
 from tandem.tracking.values import as_json_number, encoded, from_json_number
 
@@ -53,7 +53,7 @@ class RecordSender:
         *,
         outbox: Outbox,
         client: httpx.Client,
-        exporters: Sequence[Exporter],
+        exporters: Sequence[ClosingExporter],
         warnings: Warnings,
     ) -> None:
         self._run_id = run_id
@@ -71,46 +71,60 @@ class RecordSender:
     def _work(self) -> None:
         with self._client:
             while self._outbox.has_work():
-                self._outbox.pause(_LINGER_SECONDS, hurried=0)
-                self._export(self._outbox.take_fresh())
-                if time.monotonic() >= self._retry_at or self._outbox.hurried:
-                    while (items := self._outbox.oldest()) and not self._outbox.abandoned:
-                        if not self._deliver(items):
-                            break
+                self._guarded(self._send_waiting)
             if self._exporters and not self._outbox.abandoned:
-                self._deliver([])  # the answer has the server's last rows
+                self._guarded(lambda: self._deliver([]))  # the answer has the server's last rows
+
+    def _guarded(self, work: Callable[[], object]) -> None:
+        """An unexpected error must not end the thread."""
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - all are warned about and tried again
+            self._retry_later(describe(error, typed=True))
+
+    def _send_waiting(self) -> None:
+        self._outbox.pause(_LINGER_SECONDS, hurried=0)
+        self._export(self._outbox.take_fresh())
+        if time.monotonic() >= self._retry_at or self._outbox.hurried:
+            while (items := self._outbox.oldest()) and not self._outbox.abandoned:
+                if not self._deliver(items):
+                    break
 
     def _deliver(self, items: Sequence[Item]) -> bool:
         """Return whether the items are done: stored, or refused for good."""
         first = items[0] if items else None
         try:
             method, path, content = self._request(items)
-        except (TypeError, RecursionError) as error:
+        except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything
             return self._refuse(items, InvalidRequest(f"it is no JSON: {describe(error)}"))
         try:
             answer = self._client.request(
                 method, path, content=content, headers={"Content-Type": "application/json"}
             )
             told = {} if answer.is_error else answer.json()
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             return self._retry_later(describe(error))
+        if not isinstance(told, dict):
+            return self._retry_later(f"it answered with a {type(told).__name__}, not an object")
         if answer.is_server_error or answer.status_code in _RETRIED:
             return self._retry_later(_refusal(answer).message)
         if answer.status_code in _OF_ONE_ROW and len(items) > 1:
             return all(self._deliver([item]) for item in items)
         if answer.is_error:
             return self._refuse(items, _refusal(answer))
+        try:
+            if isinstance(first, IdentityChange):
+                first.answered.set_result(None)
+            else:
+                self._read_reply(told)
+        finally:  # the gateway has them, whatever it says
+            self._outbox.remove(items)
         self._pause = self._retry_at = 0.0
         self._warnings.forget("unreachable")
-        if isinstance(first, IdentityChange):
-            first.answered.set_result(None)
-        else:
-            self._read_reply(told)
-        self._outbox.remove(items)
         return True
 
     def _request(self, items: Sequence[Item]) -> tuple[str, str, bytes]:
-        """Return method, path and body. Raises `TypeError` and `RecursionError`."""
+        """Return method, path and body. Raises any error of a value."""
         first = items[0] if items else None
         if isinstance(first, IdentityChange):
             return "PATCH", self._path, encoded(first.fields)
@@ -156,8 +170,7 @@ class RecordSender:
     def _export(self, rows: Sequence[MetricRow]) -> None:
         for exporter in list(self._exporters):
             try:
-                for row in rows:
-                    exporter.export_row(row)
+                exporter.export_rows(rows)
             except Exception as error:  # noqa: BLE001 - another library must not end the thread
                 self._exporters.remove(exporter)
                 self._warnings.warn_once(

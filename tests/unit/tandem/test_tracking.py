@@ -16,7 +16,7 @@ import torch
 
 import tandem
 from tandem.errors import UnknownRun, UserError
-from tandem.tracking.outbox import MetricRow
+from tandem.tracking.outbox import MetricRow, Outbox
 from tandem.tracking.run import TrackedRun, start_tracking
 from tandem.tracking.values import as_number, encoded, snapshot
 from tests.support.waiting import wait_until
@@ -284,6 +284,56 @@ def test_a_sampling_rate_keeps_the_same_rollouts_each_time(start, gateway):
     assert first == second and 200 < len(first) < 300
 
 
+@pytest.mark.parametrize("answer", [b"[1]", b"null", b"<html>"])
+def test_an_answer_that_is_no_object_costs_one_warning_and_is_asked_for_again(
+    start, gateway, warnings, answer
+):
+    gateway.answer = lambda body: httpx.Response(200, content=answer)
+    run = start()
+    run.log(1, {"reward": 1.0})
+    assert not run.flush(timeout=0.5)
+    assert len(gateway.requests) > 1 and len(warnings()) == 1
+    gateway.answer = lambda body: httpx.Response(200, json={})
+    assert run.flush() and run.dropped == 0
+
+
+@pytest.mark.parametrize("error", [httpx.InvalidURL("no port"), RuntimeError("odd")])
+def test_an_unexpected_error_costs_one_warning_and_the_rows_are_sent_again(
+    start, gateway, warnings, error
+):
+    def answer(body: dict) -> httpx.Response:
+        raise error
+
+    gateway.answer = answer
+    run = start()
+    run.log(1, {"reward": 1.0})
+    assert not run.flush(timeout=0.5)
+    assert len(gateway.requests) > 1 and len(warnings()) == 1
+    gateway.answer = lambda body: httpx.Response(200, json={})
+    assert run.flush() and run.dropped == 0
+
+
+def test_stored_rows_are_not_sent_again_when_the_answers_fields_are_wrong(start, gateway, warnings):
+    gateway.answer = lambda body: httpx.Response(200, json={"server_rows": [{}]})
+    run = start(exporters=[Kept()])
+    for step in range(2):
+        run.log(step, {"reward": 1.0})
+        assert run.flush()
+    assert [row["step"] for row in gateway.rows()] == [0, 1] and len(warnings()) == 1
+
+
+def test_a_configuration_that_cannot_be_written_is_refused(start, gateway):
+    class Odd:
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    run = start()
+    with pytest.raises(UserError, match="no text"):
+        run.set_identity({"config": {"a": Odd(), "b": math.nan}})
+    run.log(1, {"reward": 1.0})
+    assert run.flush() and len(gateway.rows()) == 1
+
+
 # --- The end ---------------------------------------------------------------------------------
 
 
@@ -355,6 +405,65 @@ def test_a_failing_exporter_ends_alone(start, gateway, warnings):
         assert run.flush()
     assert len(kept.rows) == 2 and len(gateway.rows()) == 2
     assert len(warnings()) == 1 and "disk quota" in warnings()[0]
+
+
+def test_an_exporter_that_fails_or_hangs_at_the_end_costs_a_warning(
+    start, gateway, warnings, monkeypatch
+):
+    monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 0.1)
+    released = threading.Event()
+
+    class Failing(Kept):
+        name = "failing"
+
+        def close(self) -> None:
+            raise RuntimeError("disk quota")
+
+    class Hanging(Kept):
+        name = "hanging"
+
+        def close(self) -> None:
+            released.wait()
+
+    kept = Kept()
+    run = start(exporters=[Failing(), Hanging(), kept])
+    run.log(1, {"reward": 1.0})
+    assert run.flush()
+    run.finish(timeout=0.1)
+    released.set()
+    assert kept.closed and len(warnings()) == 2
+    assert "disk quota" in warnings()[0] and "hanging is not closed" in warnings()[1]
+
+
+def test_an_exporter_is_not_closed_while_it_takes_a_row(start, gateway, warnings, monkeypatch):
+    monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 0.1)
+    released, entered = threading.Event(), threading.Event()
+
+    class Hanging(Kept):
+        def export_row(self, row: MetricRow) -> None:
+            entered.set()
+            released.wait()
+            assert not self.closed
+            super().export_row(row)
+
+    hanging = Hanging()
+    run = start(exporters=[hanging])
+    run.log(1, {"reward": 1.0})
+    entered.wait(10)
+    run.finish(timeout=0.1)
+    assert not hanging.closed and "kept is not closed" in warnings()[-1]
+    released.set()
+    wait_until(lambda: hanging.closed)
+    assert len(hanging.rows) == 1
+
+
+def test_rows_for_an_exporter_are_bounded_like_the_unsent_ones():
+    outbox = Outbox(limit=1000, exported=True)
+    for step in range(50):
+        outbox.put(MetricRow(step=step, at=0.0, values={}, size=300))
+    assert [row.step for row in outbox.take_fresh()] == [47, 48, 49]
+    outbox.put(MetricRow(step=50, at=0.0, values={}, size=300))
+    assert [row.step for row in outbox.take_fresh()] == [50]
 
 
 # --- tandem.track ----------------------------------------------------------------------------
