@@ -410,7 +410,7 @@ def test_a_failing_exporter_ends_alone(start, gateway, warnings):
 def test_an_exporter_that_fails_or_hangs_at_the_end_costs_a_warning(
     start, gateway, warnings, monkeypatch
 ):
-    monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 1.0)
     released = threading.Event()
 
     class Failing(Kept):
@@ -426,7 +426,7 @@ def test_an_exporter_that_fails_or_hangs_at_the_end_costs_a_warning(
             released.wait()
 
     kept = Kept()
-    run = start(exporters=[Failing(), Hanging(), kept])
+    run = start(exporters=[Failing(), kept, Hanging()])
     run.log(1, {"reward": 1.0})
     assert run.flush()
     run.finish(timeout=0.1)
