@@ -28,7 +28,7 @@ from gateway.api.openai.schemas import (
 )
 from gateway.api.openai.service import Generation, InferenceService
 from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
-from gateway.api.request_body import TOKENS_BODY, check_json_size, fault
+from gateway.api.request_body import FIELDS_BODY, check_json_size, fault
 from tandem.errors import InvalidRequest, TandemError, UnsupportedInput
 
 router = PageRouter()
@@ -97,7 +97,7 @@ async def chat_page(
 
 
 # A browser's form is not JSON.
-@router.operation("POST", "/chat", role="member", audit=None, raw=FORM_CONTENT, bounds=TOKENS_BODY)
+@router.operation("POST", "/chat", role="member", audit=None, raw=FORM_CONTENT, bounds=FIELDS_BODY)
 async def chat(request: Request) -> Response:
     """Answer a message with each chosen model, and show both conversations."""
     form = await read_form(request)
@@ -108,7 +108,7 @@ async def chat(request: Request) -> Response:
 
 # A browser's form is not JSON.
 @router.operation(
-    "POST", "/chat/stream", role="member", audit=None, raw=FORM_CONTENT, bounds=TOKENS_BODY
+    "POST", "/chat/stream", role="member", audit=None, raw=FORM_CONTENT, bounds=FIELDS_BODY
 )
 async def chat_stream(request: Request) -> Response:
     """Answer a message with the model of the form's `side`, as server-sent events."""
