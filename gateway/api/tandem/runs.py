@@ -202,7 +202,8 @@ async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
 async def change_run(run_id: PathText, body: RunChange, access: AccessDep) -> RunDetails:
     """Change a run's name, tags, configuration or other metadata, even after its end."""
     run = await own_run(run_id, access)
-    changes = identity_changes(body.model_dump(exclude_unset=True), run.user_metadata)
+    given = {name: getattr(body, name) for name in body.model_fields_set}
+    changes = identity_changes(given, run.user_metadata)
     if changes:
         await access.gateway.run_records.change(run_id, changes)
         access.gateway.record.identity_files.write_soon(run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,9 @@ MAX_NAME, MAX_TAGS, MAX_CONFIG = 200, 50, 64 * 2**10
 MAX_METADATA = 2**14
 """Characters of the other keys as JSON."""
 _IDENTITY = ("name", "tags", "config")
+_MAX_DEPTH = 64
+"""Levels of a configuration."""
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ def identity_of(
     user_metadata: Mapping[str, object] | None,
 ) -> tuple[RunIdentity, dict[str, object] | None]:
     """Return the identity in a run's `user_metadata`, and the other keys, None without any. A
-    `config` that is no JSON object stays with them. Raises `InvalidRequest` beyond the limits."""
+    `config` that is no JSON object, or too deep, or with integers beyond 64 bits, stays with them.
+    Raises `InvalidRequest` beyond the limits."""
     others = dict(user_metadata or {})
     name, tags = others.pop("name", None), others.pop("tags", None)
     _check_size(text := str(others.get("config", "")))
@@ -49,7 +54,7 @@ def identity_of(
     if isinstance(config, dict):
         del others["config"]
     identity = RunIdentity(
-        name=str(name) if name is not None else None,
+        name=_text(str(name)) if name is not None else None,
         tags=_tags(str(tags)) if tags is not None else None,
         config=config if isinstance(config, dict) else None,
     )
@@ -64,10 +69,12 @@ def identity_changes(
     `others` are the run's other keys. Raises `InvalidRequest`."""
     fields = dict(given)
     metadata: Mapping[str, str | None] = fields.pop("user_metadata", None) or {}
+    if isinstance(name := fields.get("name"), str):
+        fields["name"] = _text(name)
     if isinstance(tags := fields.get("tags"), list):
         fields["tags"] = _distinct(tags)
     if "config" in fields:
-        fields["config"] = _parsed(json.dumps(fields["config"]))
+        fields["config"] = _checked(fields["config"])
     replace(RunIdentity(), **fields).check_limits()
     if fixed := [k for k in metadata if k in _IDENTITY or k.startswith("tandem")]:
         raise InvalidRequest(
@@ -103,16 +110,37 @@ def _check_size(config: str) -> None:
 
 
 def _parsed(text: str) -> object:
-    """Return parsed JSON, None for other text. NaN and infinities become text, since PostgreSQL
-    refuses them."""
+    """Return parsed JSON as `_checked` does, None for other text."""
     try:
-        return json.loads(text, parse_constant=str, parse_float=_finite)
+        return _checked(json.loads(text, parse_float=_finite))
     except (ValueError, RecursionError):
         return None
 
 
+def _checked(value: object, depth: int = 0) -> object:
+    """Return a value of JSON. NaN and infinities become text, since PostgreSQL refuses them, and
+    U+FFFD replaces half a surrogate pair. Raises `InvalidRequest`."""
+    if isinstance(value, str):
+        return _text(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise InvalidRequest("the run's config has an integer beyond 64 bits; give it as text")
+    if isinstance(value, dict | list) and depth == _MAX_DEPTH:
+        raise InvalidRequest(f"the run's config has more than {_MAX_DEPTH} levels; flatten it")
+    if isinstance(value, dict):
+        return {_text(key): _checked(one, depth + 1) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_checked(one, depth + 1) for one in value]
+    return value
+
+
 def _finite(text: str) -> float | str:
     return value if math.isfinite(value := float(text)) else text
+
+
+def _text(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text)
 
 
 def _tags(text: str) -> list[str]:
@@ -121,5 +149,5 @@ def _tags(text: str) -> list[str]:
 
 
 def _distinct(tags: Iterable[object]) -> list[str]:
-    stripped = (str(tag).strip() for tag in tags)
+    stripped = (_text(str(tag)).strip() for tag in tags)
     return list(dict.fromkeys(tag for tag in stripped if tag))
