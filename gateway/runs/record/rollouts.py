@@ -118,7 +118,7 @@ def read_page(
         with (folder / batch.file).open("rb") as stream:
             stream.seek(place)
             rollout = _parsed(stream.read(length))
-        page.append({"index": index, **{k: v for k, v in rollout.items() if k != BATCH_ID}})
+        page.append({**{k: v for k, v in rollout.items() if k != BATCH_ID}, "index": index})
     return page, len(found)
 
 

@@ -293,6 +293,11 @@ async def test_ancestors_are_told_the_oldest_first_without_another_owners(world)
     assert len(await ancestors_of(world.database, RUN, lambda _: True)) == 3
 
 
+async def test_a_rollouts_own_index_does_not_replace_its_place_in_the_step(record):
+    await record.append_rollouts(RUN, "x", 1, [{"index": 7}, {"index": 0}])
+    assert [one["index"] for one in (await record.rollouts(RUN, 1)).rollouts] == [0, 1]
+
+
 async def test_a_huge_step_of_rollouts_is_read_page_by_page(record):
     many = [{"answer": "x" * 2**19, "reward": number} for number in range(64)]
     for start in range(0, 64, 16):
