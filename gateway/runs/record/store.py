@@ -53,6 +53,8 @@ from tandem.telemetry import get_log
 
 MAX_RECORD = 2 * 2**30
 """Bytes of a run's record."""
+_BATCH_BYTES = 200
+"""A batch's share of the record for its row, so that small batches have a limit too."""
 _PENDING = 1000
 """Server rows of a run that wait for a failing disk."""
 _RETRY = 5.0
@@ -169,7 +171,8 @@ class RecordStore:
         self, run_id: str, batch: str, step: int, rollouts: Sequence[Rollout]
     ) -> Appended:
         """Write the rollouts of a batch once: a repeated `batch` changes nothing. Drops and counts
-        rollouts beyond a limit. Raises `UnknownRun`."""
+        rollouts beyond a limit. A batch without a written one may come again. Raises
+        `UnknownRun`."""
         writing = await self._writing(run_id)
         async with _held(writing.lock):
             this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.batch == batch)
@@ -188,28 +191,31 @@ class RecordStore:
             if dropped and not why:
                 why = "a rollout has more than 1 MiB, 250 levels or 64 bits of an integer"
             lines = [line for line, _ in found]
-            place = Place()
-            if lines:
+            rewards = [reward for _, reward in found if reward is not None]
+            if lines:  # else the batch may be sent again when the record has room
                 anew, writing.unsure = writing.unsure, True
                 place = await self._in_thread(writing.rollouts.append, b"".join(lines), anew)
-            rewards = [reward for _, reward in found if reward is not None]
-            row = RolloutBatch(
-                run_id=run_id,
-                batch=batch,
-                step=step,
-                file=place.file("rollouts"),
-                offset=place.offset,
-                bytes=sum(map(len, lines)),
-                count=len(lines),
-                rated=len(rewards),
-                reward_min=min(rewards, default=None),
-                reward_mean=sum(rewards) / len(rewards) if rewards else None,
-                reward_max=max(rewards, default=None),
-            )
-            await self.database.write(self._put_batch, asdict(row))
-            writing.unsure &= not lines
+                row = RolloutBatch(
+                    run_id=run_id,
+                    batch=batch,
+                    step=step,
+                    file=place.file("rollouts"),
+                    offset=place.offset,
+                    bytes=sum(map(len, lines)),
+                    count=len(lines),
+                    rated=len(rewards),
+                    reward_min=min(rewards, default=None),
+                    reward_mean=sum(rewards) / len(rewards) if rewards else None,
+                    reward_max=max(rewards, default=None),
+                )
+                await self.database.write(self._put_batch, asdict(row))
+                writing.unsure = False
             index = replace(writing.index, updated_at=now)
-            index = replace(index, rollouts=index.rollouts + len(lines))
+            index = replace(
+                index,
+                rollouts=index.rollouts + len(lines),
+                bytes=index.bytes + (_BATCH_BYTES if lines else 0),
+            )
             await self._keep(writing, index, lines, dropped=dropped)
             self._count("rollouts", kept=len(lines), dropped=dropped)
         if rewards and "reward" not in index.last:
@@ -361,7 +367,7 @@ class RecordStore:
         this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.step == step)
         found = await self.database.read(
             select(rollout_batches)
-            .where(this, rollout_batches.c.count > 0)
+            .where(this)
             .order_by(rollout_batches.c.file, rollout_batches.c.offset)
         )
         batches = sorted(
@@ -378,7 +384,7 @@ class RecordStore:
     ) -> list[RolloutStep]:
         """Return the newest steps with rollouts in order, those before a step, or one step."""
         table = rollout_batches.c
-        wanted = (table.run_id == run_id) & (table.count > 0)
+        wanted = table.run_id == run_id
         if step is not None:
             wanted &= table.step == step
         if before is not None:

@@ -83,7 +83,8 @@ async def test_the_index_counts_rows_bytes_and_the_newest_values(record):
     assert (index.rows, index.rollouts, index.step, index.dropped) == (2, 1, 2, 0)
     assert index.last == {"a": 2.0, "b": "NaN"}
     folder = record_folder(record.data_dir, RUN)
-    assert index.bytes == sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+    size = sum(path.stat().st_size for path in folder.glob("*.jsonl"))
+    assert index.bytes == size + 200  # for the row of the batch
 
 
 async def test_a_run_that_does_not_exist_is_unknown(record):
@@ -104,6 +105,20 @@ async def test_a_record_beyond_its_bytes_drops_and_counts_the_users_rows_only(wo
     await record.close()
     assert await points(record_of(world, 2), "tandem/loss") == {3: 0.5}
     assert (await index_of(record)).dropped == 2
+
+
+async def test_a_batch_of_which_nothing_is_kept_has_no_row_and_may_come_again(world):
+    full = record_of(world, most_bytes=0)
+    for rollouts in ([], [{"answer": "a"}]):
+        told = await full.append_rollouts(RUN, "x", 3, rollouts)
+        assert (told.written, told.dropped) == (0, len(rollouts))
+    assert await world.database.read(select(rollout_batches)) == []
+    await full.close()
+    record = record_of(world, epoch=2)
+    assert (await record.append_rollouts(RUN, "x", 3, [{"answer": "a"}])).written == 1
+    assert (await record.append_rollouts(RUN, "y", 3, [{"answer": 2**64}])).written == 0
+    assert len(await world.database.read(select(rollout_batches))) == 1
+    await record.close()
 
 
 async def test_an_owner_beyond_the_quota_gets_no_more_rows(record, world, monkeypatch):
