@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -96,42 +97,63 @@ def read_page(
     search: str,
     limit: int,
     offset: int,
+    stopped: Callable[[], bool],
 ) -> tuple[list[Rollout], int]:
     """Return a page of a step's rollouts and the number of all that match. The text `search` is
     somewhere in a rollout, in any case. Rollouts without a reward come last. A page ends early
-    after 16 MiB. Raises `OSError`."""
+    after 16 MiB, or when `stopped`. Raises `OSError`."""
     wanted = search.casefold()
+    if order == "given" and not wanted:
+        lines = islice(_lines(folder, batches, offset, stopped), limit)
+        page = _page((index, line) for index, _, _, line in lines)
+        return page, sum(batch.count for batch in batches)
     found: list[tuple[float | None, int, RolloutBatch, int, int]] = []
-    for index, (batch, place, line) in enumerate(_lines(folder, batches)):
+    for index, batch, place, line in _lines(folder, batches, 0, stopped):
         rollout = _parsed(line)
         if not wanted or _contains(rollout, wanted):
             found.append((reward_of(rollout), index, batch, place, len(line)))
     if order != "given":
         sign = -1 if order == "-reward" else 1
         found.sort(key=lambda one: (one[0] is None, sign * (one[0] or 0.0), one[1]))
+    chosen = found[offset : offset + limit]
+    return _page((one[1], _read(folder, *one[2:])) for one in chosen), len(found)
+
+
+def _page(lines: Iterable[tuple[int, bytes]]) -> list[Rollout]:
     page: list[Rollout] = []
     size = 0
-    for _, index, batch, place, length in found[offset : offset + limit]:
-        size += length
+    for index, line in lines:
+        size += len(line)
         if page and size > _PAGE_BYTES:
             break
-        with (folder / batch.file).open("rb") as stream:
-            stream.seek(place)
-            rollout = _parsed(stream.read(length))
-        page.append({**{k: v for k, v in rollout.items() if k != BATCH_ID}, "index": index})
-    return page, len(found)
+        fields = {name: value for name, value in _parsed(line).items() if name != BATCH_ID}
+        page.append({**fields, "index": index})
+    return page
+
+
+def _read(folder: Path, batch: RolloutBatch, place: int, length: int) -> bytes:
+    with (folder / batch.file).open("rb") as stream:
+        stream.seek(place)
+        return stream.read(length)
 
 
 def _lines(
-    folder: Path, batches: Sequence[RolloutBatch]
-) -> Iterator[tuple[RolloutBatch, int, bytes]]:
+    folder: Path, batches: Sequence[RolloutBatch], first: int, stopped: Callable[[], bool]
+) -> Iterator[tuple[int, RolloutBatch, int, bytes]]:
+    """Yield each line from the index `first` on, with its index, batch and place in the file."""
+    after = 0
     for batch in batches:
+        index, after = after, after + batch.count
+        if after <= first:
+            continue
         place, end = batch.offset, batch.offset + batch.bytes
         with (folder / batch.file).open("rb") as stream:
             stream.seek(place)
-            while place < end and (line := stream.readline()):
-                yield batch, place, line
+            while place < end and not stopped() and (line := stream.readline()):
+                if index >= first:
+                    yield index, batch, place, line
                 place += len(line)
+                index += 1
 
 
 def _parsed(line: bytes) -> Rollout:

@@ -7,15 +7,17 @@ disk delays nothing else."""
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar
+from weakref import WeakValueDictionary
 
 from sqlalchemy import func, select
 
@@ -119,6 +121,7 @@ class RecordStore:
         self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._pending: dict[str, list[MetricsRow]] = {}
         self._flushing: dict[str, asyncio.Task[None]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="record")
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="record-reader")
         self._log = get_log()
@@ -360,7 +363,10 @@ class RecordStore:
         offset: int = 0,
         before: int | None = None,
     ) -> RolloutPage:
-        """Return a page of a step's rollouts, of the newest step (before `before`) by default."""
+        """Return a page of a step's rollouts, of the newest step (before `before`) by default. An
+        owner's runs are scanned for an order or a text one after another. Raises `UnknownRun`, and
+        `StorageFailed` after a minute."""
+        turn = self._turns.setdefault(await self.owner_of(run_id), asyncio.Lock())
         steps = await self._rollout_steps(run_id, before=before)
         if step is None:
             step = steps[-1].step if steps else None
@@ -374,9 +380,15 @@ class RecordStore:
             (from_row(RolloutBatch, row) for row in found), key=lambda batch: batch.place
         )
         folder = record_folder(self.data_dir, run_id)
-        page, count = await self._read(
+        stop = threading.Event()  # a cancelled call ends its thread too
+        scan = partial(
             read_page, folder, batches, order=order, search=search, limit=limit, offset=offset
         )
+        try:
+            async with _in_time(), turn if search or order != "given" else nullcontext():
+                page, count = await _run(self._readers, partial(scan, stopped=stop.is_set), None)
+        finally:
+            stop.set()
         return RolloutPage(steps=steps, step=step, rollouts=page, total_count=count)
 
     async def _rollout_steps(
@@ -422,8 +434,21 @@ class RecordStore:
         *args: Parameters.args,
         **kwargs: Parameters.kwargs,
     ) -> Result:
-        """Raises `StorageFailed` for an `OSError`."""
-        return await _run(self._readers, partial(work, *args, **kwargs), _READ)
+        """Raises `StorageFailed` for an `OSError`, and after a minute."""
+        async with _in_time():
+            return await _run(self._readers, partial(work, *args, **kwargs), None)
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_READ):
+            yield
+    except TimeoutError as error:
+        raise StorageFailed(
+            f"reading the record took more than {_READ:.0f} s; narrow the step: log fewer "
+            "rollouts in it, or read it in the given order without a search"
+        ) from error
 
 
 @asynccontextmanager
@@ -440,7 +465,9 @@ async def _held(lock: asyncio.Lock) -> AsyncIterator[None]:
         lock.release()
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[[], Result], seconds: float) -> Result:
+async def _run(
+    threads: ThreadPoolExecutor, work: Callable[[], Result], seconds: float | None
+) -> Result:
     try:
         async with asyncio.timeout(seconds):
             return await asyncio.get_running_loop().run_in_executor(threads, work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 
@@ -9,6 +10,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from gateway.metrics import Metrics
+from gateway.runs.record import rollouts as rollouts_module
 from gateway.runs.record import store as store_module
 from gateway.runs.record.files import Place, record_folder
 from gateway.runs.record.lineage import ancestors_of, note_parent
@@ -311,6 +313,54 @@ async def test_ancestors_are_told_the_oldest_first_without_another_owners(world)
 async def test_a_rollouts_own_index_does_not_replace_its_place_in_the_step(record):
     await record.append_rollouts(RUN, "x", 1, [{"index": 7}, {"index": 0}])
     assert [one["index"] for one in (await record.rollouts(RUN, 1)).rollouts] == [0, 1]
+
+
+async def test_only_the_lines_of_a_page_in_the_given_order_are_parsed(record, monkeypatch):
+    for start in range(0, 30, 10):
+        many = [{"number": number} for number in range(start, start + 10)]
+        await record.append_rollouts(RUN, str(start), 1, many)
+    parsed = []
+    real = rollouts_module._parsed
+    monkeypatch.setattr(rollouts_module, "_parsed", lambda line: parsed.append(line) or real(line))
+    page = await record.rollouts(RUN, 1, limit=3, offset=18)
+    assert [(one["index"], one["number"]) for one in page.rollouts] == [
+        (n, n) for n in (18, 19, 20)
+    ]
+    assert page.total_count == 30 and len(parsed) == 3
+    page = await record.rollouts(RUN, 1, "-reward", limit=3, offset=18)
+    assert [one["index"] for one in page.rollouts] == [18, 19, 20] and page.total_count == 30
+
+
+async def test_an_owners_scans_take_turns_and_end_with_their_requests(record, world, monkeypatch):
+    other = "s-2:train:0"
+    await add_run(world, other, owner="ben")
+    stops, real = [], store_module.read_page
+    free = threading.Event()
+
+    def read_page(folder, batches, *, stopped, **options):
+        if folder == record_folder(world.data_dir, RUN):
+            stops.append(stopped)
+            assert free.wait(60)
+        return real(folder, batches, stopped=stopped, **options)
+
+    monkeypatch.setattr(store_module, "read_page", read_page)
+    first = asyncio.create_task(record.rollouts(RUN, 1, search="a"))
+    await until(lambda: stops)
+    others = [asyncio.create_task(record.rollouts(RUN, 1, search="a")) for _ in range(2)]
+    assert (await record.rollouts(other, 1, search="a")).total_count == 0
+    assert len(stops) == 1 and not stops[0]()
+    first.cancel()
+    await until(lambda: stops[0]())
+    free.set()
+    assert [page.total_count for page in await asyncio.gather(*others)] == [0, 0]
+    assert len(stops) == 3
+
+
+async def test_a_reading_beyond_its_time_says_what_to_read_instead(record, monkeypatch):
+    monkeypatch.setattr(store_module, "_READ", 0.0)
+    for reading in (record.rollouts(RUN, 1, "reward"), record.curves(RUN, None, 10)):
+        with pytest.raises(StorageFailed, match="narrow the step"):
+            await reading
 
 
 async def test_a_huge_step_of_rollouts_is_read_page_by_page(record):
