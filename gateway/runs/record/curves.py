@@ -25,6 +25,8 @@ _POINT_BYTES = 24
 _NAME_BYTES = 1024
 _NEVER_THINNED = 2**14
 """Points of a curve that stay exact."""
+MOST_POINTS = 2_000_000
+"""Points of all curves of an answer."""
 
 Steps = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -190,6 +192,14 @@ class CurveCache:
         with self._lock:
             for run_id in run_ids:
                 self._tables.pop(run_id, None)
+
+
+def thinned(
+    curves: Mapping[str, Curve], points: int, *, in_all: int = MOST_POINTS
+) -> dict[str, Curve]:
+    """Return curves of at most `points` points each, and at most about `in_all` together."""
+    most = max(min(points, in_all // max(len(curves), 1)), 2)
+    return {name: downsampled(curve, most) for name, curve in curves.items()}
 
 
 def joined(parts: Iterable[tuple[Mapping[str, Curve], int | None]]) -> dict[str, Curve]:

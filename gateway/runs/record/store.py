@@ -24,7 +24,7 @@ from sqlalchemy import func, select
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.identifiers import unknown_run
 from gateway.metrics import Metrics
-from gateway.runs.record.curves import Curve, CurveCache, downsampled, joined
+from gateway.runs.record.curves import MOST_POINTS, Curve, CurveCache, joined, thinned
 from gateway.runs.record.files import Kind, Place, SegmentWriter, end_of, record_folder
 from gateway.runs.record.identity_files import IdentityFiles
 from gateway.runs.record.lineage import Ancestor
@@ -66,8 +66,6 @@ _WRITE, _READ = 20.0, 60.0
 _IDLE = 3600.0
 """Seconds until a run without new rows leaves the memory."""
 _STEPS = 1000
-_MOST_POINTS = 2_000_000
-"""Points of all curves of an answer."""
 _THREADS, _READERS = 4, 2
 """A long record is read for seconds, beside which rows are written."""
 
@@ -329,13 +327,18 @@ class RecordStore:
         ancestors: Sequence[Ancestor] = (),
     ) -> dict[str, Curve]:
         """Return curves of at most `points` points, by name. None: all names. The curves of
-        `ancestors` (`ancestors_of`) come first, until the run continues them."""
+        `ancestors` (`ancestors_of`) come first, until the run continues them. Each part has about
+        twice as many points before they are joined."""
+
+        parts: list[Ancestor] = [*ancestors, (run_id, None)]
+        in_all = 2 * MOST_POINTS // len(parts)
+
+        def part(one: str) -> dict[str, Curve]:
+            found = self.cache.curves(one, names)
+            return thinned(found, 2 * points, in_all=in_all) if ancestors else found
 
         def read() -> dict[str, Curve]:
-            parts = [*ancestors, (run_id, None)]
-            found = joined((self.cache.curves(one, names), step) for one, step in parts)
-            most = max(min(points, _MOST_POINTS // max(len(found), 1)), 2)
-            return {name: downsampled(curve, most) for name, curve in found.items()}
+            return thinned(joined((part(one), step) for one, step in parts), points)
 
         return await self._read(read)
 

@@ -315,6 +315,33 @@ async def test_a_rollouts_own_index_does_not_replace_its_place_in_the_step(recor
     assert [one["index"] for one in (await record.rollouts(RUN, 1)).rollouts] == [0, 1]
 
 
+async def test_the_curves_of_ancestors_are_downsampled_before_they_are_joined(
+    record, world, monkeypatch
+):
+    parents = ["s-2:train:0", "s-3:train:0"]
+    for number, run_id in enumerate([*parents, RUN]):
+        if run_id != RUN:
+            await add_run(world, run_id)
+        steps = range(100 * number, 100 * number + 100)
+        rows = [row(step, a=5 if step == 50 else -step) for step in steps]
+        await record.append_metrics(run_id, rows, "user")
+    held, real = [], store_module.joined
+
+    def joined(parts):
+        known = list(parts)
+        held.extend(len(curves["a"].step) for curves, _ in known)
+        return real(known)
+
+    monkeypatch.setattr(store_module, "joined", joined)
+    ancestors = list(zip(parents, (99, 199), strict=True))
+    found = (await record.curves(RUN, None, 10, ancestors))["a"]
+    assert len(held) == 3 and max(held) <= 20 and len(found.step) <= 10
+    assert {5, -299} <= set(found.value.tolist())
+    monkeypatch.setattr(store_module, "MOST_POINTS", 30)
+    await record.curves(RUN, None, 100, ancestors)
+    assert max(held[3:]) <= 20
+
+
 async def test_only_the_lines_of_a_page_in_the_given_order_are_parsed(record, monkeypatch):
     for start in range(0, 30, 10):
         many = [{"number": number} for number in range(start, start + 10)]
