@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,13 +23,15 @@ from gateway.runs.recovery.replay_log import Snapshot
 from gateway.runs.run import Run
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import runs, snapshots
-from tandem.errors import TandemError, describe
+from tandem.errors import StorageFailed, describe
 from tandem.telemetry import get_log
 from tandem.weights.store import give_name, make_folder
 
 _FOLDER = "snapshots"
-_KEEPING_PATIENCE = 60.0
+KEEPING_PATIENCE = 60.0
 """Seconds for which an ending run's clients wait until its newest snapshot is renamed."""
+REPEAT_AFTER = 1.0
+"""Seconds before the last state of a run is stored again after a failure of the storage."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -95,34 +97,62 @@ class SnapshotStore:
         await asyncio.to_thread(shutil.rmtree, self._folder_of(run.id), ignore_errors=True)
 
     async def keep(
-        self, run: Run, snapshot: Snapshot, *, prefix: str = "recovered"
+        self,
+        run: Run,
+        snapshot: Snapshot,
+        *,
+        prefix: str = "recovered",
+        patience: float = KEEPING_PATIENCE,
     ) -> CheckpointPath | None:
-        """Turn the newest snapshot of a failed run into the checkpoint PREFIX-STEP and return its
-        path, None if that fails or takes too long."""
-        path = await self.checkpoints.free_state_path(run.id, f"{prefix}-{snapshot.step}")
-        folder = new_state_folder(run_id=run.id, name=path.name)
-        place = self.data_dir / folder
-        try:
-            with self.checkpoints.pins.pinned(folder):
-                moved = asyncio.to_thread(_move, Path(snapshot.folder), place)
-                checkpoint = Checkpoint(
-                    path=path,
-                    base_model=run.model.name,
-                    folder=folder,
-                    version="",
-                    step=snapshot.step,
-                    bytes=await asyncio.wait_for(moved, _KEEPING_PATIENCE),
-                    optimizer=True,
-                    created_at=time.time(),
-                    owner=run.owner,
-                )
-                await self.checkpoints.put(checkpoint)
-        except (OSError, TandemError) as error:
-            get_log().error("snapshot_not_kept", run_id=run.id, reason=describe(error))
-            return None
-        finally:
-            self._forget(run, snapshot.folder)
-        return path
+        """Turn the newest snapshot of an ending run into the checkpoint PREFIX-STEP and return its
+        path, None if that fails or takes too long.
+
+        It is tried again for `patience` seconds while the storage fails. A failed try moves the
+        files back. A cancelled call completes its current try first."""
+        until, path, folder = time.monotonic() + patience, None, ""
+        while True:
+            try:
+                if path is None:
+                    name = f"{prefix}-{snapshot.step}"
+                    path = await self.checkpoints.free_state_path(run.id, name)
+                    folder = new_state_folder(run_id=run.id, name=path.name)
+                await _complete(self._turn_into(run, snapshot, path, folder))
+                return path
+            except Exception as error:  # noqa: BLE001 - the run must end all the same
+                again = isinstance(error, StorageFailed) and time.monotonic() < until
+                log = get_log().warning if again else get_log().error
+                log("snapshot_not_kept", run_id=run.id, again=again, reason=describe(error))
+                if not again:
+                    return None
+            await asyncio.sleep(REPEAT_AFTER)
+
+    async def _turn_into(
+        self, run: Run, snapshot: Snapshot, path: CheckpointPath, folder: str
+    ) -> None:
+        source, place = Path(snapshot.folder), self.data_dir / folder
+        with self.checkpoints.pins.pinned(folder):
+            moved = asyncio.to_thread(_move, source, place)
+            size = await asyncio.wait_for(moved, KEEPING_PATIENCE)
+            try:
+                found = await self.checkpoints.find(path)
+                if found is None or found.folder != folder:  # no earlier try was committed
+                    await self.checkpoints.put(
+                        Checkpoint(
+                            path=path,
+                            base_model=run.model.name,
+                            folder=folder,
+                            version="",
+                            step=snapshot.step,
+                            bytes=size,
+                            optimizer=True,
+                            created_at=time.time(),
+                            owner=run.owner,
+                        )
+                    )
+            except BaseException:
+                await asyncio.to_thread(give_name, place, source)
+                raise
+        self._forget(run, snapshot.folder)
 
     def _new_name(self, run: Run, *, step: int) -> Path:
         return self._folder_of(run.id) / f"{step:08d}-{secrets.token_hex(4)}"
@@ -149,6 +179,18 @@ class SnapshotStore:
             after=partial(_remove, Path(folder)),
         )
         return True
+
+
+async def _complete(work: Coroutine[None, None, None]) -> None:
+    """Await the work. After a cancellation, wait for its end first."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if error := task.exception():
+            get_log().warning("snapshot_not_kept", reason=describe(error))
+        raise
 
 
 def _remove_others(folders: Iterable[Path], kept: Container[Path]) -> None:
@@ -179,7 +221,8 @@ def _remove(folder: Path) -> None:
 
 def _move(source: Path, target: Path) -> int:
     """Move a state and return its bytes without file lists, as for a client's save."""
+    size = sum(file.stat().st_size for file in source.iterdir() if file.name not in FILE_LISTS)
     with suppress(FileExistsError):
         make_folder(target.parent)
     give_name(source, target)
-    return sum(file.stat().st_size for file in target.iterdir() if file.name not in FILE_LISTS)
+    return size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -248,7 +249,7 @@ async def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(store, monke
     kept = snapshots_of(store)
     folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
     answers = threading.Event()
-    monkeypatch.setattr("gateway.runs.recovery.snapshots._KEEPING_PATIENCE", 0.01)
+    monkeypatch.setattr("gateway.runs.recovery.snapshots.KEEPING_PATIENCE", 0.01)
     monkeypatch.setattr(
         "gateway.runs.recovery.snapshots.give_name", lambda source, target: answers.wait()
     )
@@ -257,6 +258,85 @@ async def test_the_end_of_a_run_does_not_wait_for_a_disk_that_hangs(store, monke
         assert await kept.keep(Run(), snapshot) is None
     finally:
         answers.set()
+
+
+async def failing_put(store, monkeypatch, *, times: int) -> list[str]:
+    """Let the database refuse the next rows of checkpoints. Returns the tries."""
+    put, tries = store.checkpoints.put, []
+
+    async def refuse(checkpoint) -> None:
+        tries.append(checkpoint.folder)
+        if len(tries) <= times:
+            raise StorageFailed("the database is away")
+        await put(checkpoint)
+
+    monkeypatch.setattr("gateway.runs.recovery.snapshots.REPEAT_AFTER", 0)
+    monkeypatch.setattr(store.checkpoints, "put", refuse)
+    return tries
+
+
+async def test_a_snapshot_is_kept_after_a_short_outage_of_the_database(store, monkeypatch):
+    tries = await failing_put(store, monkeypatch, times=2)
+    find, failures = store.checkpoints.find, iter([StorageFailed("the database is away")])
+
+    async def find_later(path):
+        if failure := next(failures, None):
+            raise failure
+        return await find(path)
+
+    monkeypatch.setattr(store.checkpoints, "find", find_later)
+    folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
+    kept = await snapshots_of(store).keep(Run(), Snapshot(folder=str(folder), step=1, bytes=7))
+    assert str(kept) == f"tinker://{RUN}/weights/recovered-1"
+    assert await is_whole(store, str(kept))
+    assert len(tries) == 3 and len(set(tries)) == 1
+
+
+async def test_a_snapshot_without_a_row_is_moved_back(store, monkeypatch):
+    await failing_put(store, monkeypatch, times=1)
+    snapshots = snapshots_of(store)
+    folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
+    snapshot = Snapshot(folder=str(folder), step=1, bytes=7)
+    snapshots.record_snapshot(Run(), snapshot)
+    assert await snapshots.keep(Run(), snapshot, patience=0) is None
+    await store.database.flush()
+    assert (folder / "file").read_text() == "content"
+    assert folders(store, "checkpoints") == set()
+    kept = await snapshots.keep(Run(), snapshot)
+    assert await is_whole(store, str(kept))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_cancelled_keeping_leaves_the_snapshot_whole_in_one_place(
+    store, monkeypatch, fails
+):
+    put, begun, go_on = store.checkpoints.put, asyncio.Event(), asyncio.Event()
+
+    async def put_slowly(checkpoint) -> None:
+        begun.set()
+        await go_on.wait()
+        if fails:
+            raise StorageFailed("the database is away")
+        await put(checkpoint)
+
+    monkeypatch.setattr(store.checkpoints, "put", put_slowly)
+    snapshots = snapshots_of(store)
+    folder = whole(store, "snapshots/s-1_train_0/00000001-11111111")
+    snapshot = Snapshot(folder=str(folder), step=1, bytes=7)
+    snapshots.record_snapshot(Run(), snapshot)
+    keeping = asyncio.create_task(snapshots.keep(Run(), snapshot))
+    await begun.wait()
+    keeping.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await keeping
+    await store.database.flush()
+    if fails:
+        assert (folder / "file").read_text() == "content"
+        assert len(await snapshots.resume(Run())) == 1
+    else:
+        assert await is_whole(store, f"tinker://{RUN}/weights/recovered-1")
+        assert await snapshots.resume(Run()) == []
 
 
 # --- Encrypted versions ----------------------------------------------------------------------
