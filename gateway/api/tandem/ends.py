@@ -11,7 +11,7 @@ from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tandem.runs import own_run
 from gateway.runs.run import RunEnding
-from tandem.errors import RunStopped, UnknownRun
+from tandem.errors import RunStopped, StorageFailed, StorageFull, UnknownRun
 
 LONG_POLL = 2.0
 """Most seconds that a request waits for the end of the run."""
@@ -36,7 +36,11 @@ class StoppedRun(Answer):
 
 
 @router.operation(
-    "POST", "/runs/{run_id}/stop", role="member", audit="run_stop", errors=[UnknownRun]
+    "POST",
+    "/runs/{run_id}/stop",
+    role="member",
+    audit="run_stop",
+    errors=[UnknownRun, StorageFailed, StorageFull],
 )
 async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> StoppedRun:
     """Stop a run, and free its trainer.
@@ -44,7 +48,8 @@ async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> Stoppe
     Operations at the trainer end. Queued and later ones fail with `run_stopped`, which the SDK does
     not repeat. Then the trainer saves the checkpoint `stopped-STEP`, unless `discard` is set.
     Idempotent. A second request with `discard` does not wait for the save. A request waits for at
-    most 2 s."""
+    most 2 s. With `storage_failed` or `storage_full` the run ends, but a restart may forget the
+    decision, so ask again."""
     gateway = access.gateway
     found = await own_run(run_id, access)
     access.audit.note(run_id, discard=str(body.discard).lower())
@@ -53,7 +58,12 @@ async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> Stoppe
         already = run.why_over is not None
         error = RunStopped(f"{access.caller.owner} has stopped the run")
         gateway.runs.lifecycle.end_as_planned(run, RunEnding(error, discard=body.discard))
-        await gateway.database.flush()
+        if not await gateway.database.flush():
+            raise StorageFailed(
+                f"the run {run_id} is ending, but the storage does not take the decision yet; ask "
+                "again"
+            )
+        await gateway.database.sync()
         await gateway.runs.lifecycle.wait_for_ends([run], timeout=LONG_POLL)
     found = await own_run(run_id, access)
     last, over, reason = found.last_training, found.state == "ended", found.reason
