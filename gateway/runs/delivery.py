@@ -98,6 +98,7 @@ class CallDelivery:
             operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
         )
         if reply.HasField("failure"):
+            call.failed = True
             raise from_failure(reply.failure)
         return reply
 

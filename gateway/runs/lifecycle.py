@@ -192,6 +192,8 @@ class RunLifecycle:
         )
         if run.creation is not None:
             self._journal.end(run.creation, error)
+        if run.last_save is not None:
+            self._journal.end(run.last_save, error)
         run.dispatcher.end(error)
         if run.life is not None and run.life is not asyncio.current_task():
             run.life.cancel()
@@ -222,6 +224,7 @@ class RunLifecycle:
         try:
             await self.tools.snapshots.remove_all(run)
             await self._journal.remove_payloads(run.id)
+            await self._journal.database.flush()  # the end of the last save unpins its files
             await self.collector.collect(run.id, ended=True)
         except Exception:  # noqa: BLE001 - the other runs of its session must end all the same
             self._log.exception("run_not_removed", run_id=run.id)

@@ -262,7 +262,7 @@ class Call:
     `is_paused()`: nothing moves until something has started.
     `progress` is the trainer's last report. `wake` is set when the next operation may go.
     `gradients_incomplete` reports a refused forward_backward. `begun` is done when earlier calls
-    are answered."""
+    are answered. `failed`: the trainer answered with a failure."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -270,6 +270,7 @@ class Call:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     sent: bool = False
     answered: bool = False
+    failed: bool = False
     released: bool = False
     waiting_for: str = "it is being prepared"
     explain: Callable[[], str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from contextlib import suppress
@@ -12,10 +13,12 @@ import tinker
 from tinker import types
 
 from gateway.owners.auth.keys import NewKey
+from tandem.errors import StorageFailed
 from tests.support.audit_log import audit_log
 from tests.support.gateway.running import running_gateway
 from tests.support.gateway.runs import OFTEN, SELDOM, Run, run_of, save, train, undisturbed
 from tests.support.ports import known_port
+from tests.support.postgres import locked_database, wait_for_no_lock
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
 
@@ -109,10 +112,14 @@ def test_a_second_stop_that_discards_does_not_wait_for_the_save(start):
         train(run, 1)
         run.hold()
         answers = stop_soon(run)
-        wait_until(lambda: run_of(run).last_save is not None)
+        save = wait_until(lambda: run_of(run).last_save)
+        pins = gate.gateway.checkpoints.pins
+        assert save.folder in gate.run(pins.folders)
         assert stop(run, discard=True)["already"]
         assert wait_until(lambda: answers)[0]["state"] == "ended"
         run.release()
+        wait_until(lambda: save.folder not in gate.run(pins.folders))
+        assert gate.retrieve(save.future.request_id).json()["type"] == "run_stopped"
 
 
 def test_a_starting_run_ends_at_once_and_gives_its_place_back(start):
@@ -170,6 +177,80 @@ def test_the_newest_snapshot_is_kept_if_the_trainer_cannot_save(start, no_wait):
         answer = stop(run)
         assert answer["checkpoint"] == f"tinker://{run.id}/weights/recovered-1"
         assert answer["checkpoint"] in answer["reason"]
+
+
+def test_a_stop_while_the_storage_fails_is_told_so_and_saves_afterwards(start, monkeypatch):
+    monkeypatch.setattr("gateway.runs.ending.REPEAT_AFTER", 0.01)
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        gate.run(wait_for_no_lock(gate.gateway.database))
+        with locked_database(gate.settings.data_dir):
+            refused = run.client.post(f"{OWN}/runs/{run.id}/stop", json={})
+            assert (refused.status_code, refused.json()["type"]) == (503, "storage_failed")
+            assert "is ending" in refused.json()["error"]
+        wait_until(lambda: run_of(run).error)
+        wait_until(lambda: gate.run(gate.gateway.database.flush()))
+        answer = stop(run)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/stopped-1"
+
+
+def test_a_checkpoint_that_the_database_refuses_is_recorded_later(start, monkeypatch):
+    monkeypatch.setattr("gateway.runs.ending.REPEAT_AFTER", 0.01)
+    with start() as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        tries = fail_first_rows(gate, monkeypatch, [StorageFailed("it is away")] * 2)
+        wait_until(lambda: stop(run)["state"] == "ended")
+        assert stop(run)["checkpoint"] == f"tinker://{run.id}/weights/stopped-1"
+        assert len(tries) == 3
+        assert [kind for kind, _ in run.trainer.applied].count("save") == 1
+
+
+def test_the_newest_snapshot_is_kept_after_a_fault_of_the_gateway(start, monkeypatch):
+    with start(recovery=OFTEN) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
+        fail_first_rows(gate, monkeypatch, [ValueError("a bug")])
+        wait_until(lambda: stop(run)["state"] == "ended")
+        answer = stop(run)
+        assert answer["checkpoint"] == f"tinker://{run.id}/weights/stopped-1"
+        assert "because ValueError in the gateway" in answer["reason"]
+
+
+def test_the_next_gateway_saves_if_this_one_ends_before_the_snapshot_is_kept(start, monkeypatch):
+    with start(recovery=OFTEN) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        wait_until(lambda: run_of(run).log.newest.step == 1)
+        fail_first_rows(gate, monkeypatch, [ValueError("a bug")])
+        keeping = threading.Event()
+
+        async def keep(*_about, **_more) -> None:
+            keeping.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(gate.gateway.runs.tools.snapshots, "keep", keep)
+        stop_soon(run)
+        assert keeping.wait(30)
+    with start(recovery=OFTEN) as gate:
+        row = wait_until(lambda: ended(gate, run.id))
+        assert row["reason"].endswith(f"its state is tinker://{run.id}/weights/stopped-1")
+
+
+def fail_first_rows(gate, monkeypatch, failures: list[Exception]) -> list[str]:
+    """Let the first checkpoints' rows fail. Returns the tries."""
+    put, left, tries = gate.gateway.checkpoints.put, iter(failures), []
+
+    async def failing(checkpoint) -> None:
+        tries.append(str(checkpoint.path))
+        if failure := next(left, None):
+            raise failure
+        await put(checkpoint)
+
+    monkeypatch.setattr(gate.gateway.checkpoints, "put", failing)
+    return tries
 
 
 def test_a_name_that_is_taken_gets_a_suffix(start):
