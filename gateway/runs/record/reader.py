@@ -12,7 +12,7 @@ import orjson
 from gateway.runs.record.files import Kind, Place, read_lines
 from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.progress import RecordIndex
-from gateway.runs.record.rollouts import BATCH_ID, RolloutBatch, reward_of
+from gateway.runs.record.rollouts import BATCH_BYTES, BATCH_ID, RolloutBatch, reward_of
 
 _ALL = 2**62
 
@@ -64,7 +64,7 @@ def read_index(folder: Path, run_id: str) -> tuple[RecordIndex, list[RolloutBatc
             index = index.with_rows([row], row.values, by_user=by_user)
     batches = _batches(folder, run_id)
     rollouts = sum(batch.count for batch in batches)
-    size = index.bytes + sum(batch.bytes for batch in batches)
+    size = index.bytes + sum(BATCH_BYTES + batch.bytes for batch in batches)
     return replace(index, rollouts=rollouts, bytes=size), batches
 
 

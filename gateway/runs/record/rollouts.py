@@ -18,6 +18,8 @@ from gateway.runs.record.files import Place, place_in
 Order = Literal["reward", "-reward", "given"]
 MAX_ROLLOUT = 2**20
 """Bytes of a rollout as JSON."""
+BATCH_BYTES = 200
+"""A batch's share of the record for its row, so that small batches have a limit too."""
 _PAGE_BYTES = 16 * 2**20
 BATCH_ID = "batch_id"
 """The field with the client's key of the batch. A batch that was written twice counts once."""

@@ -39,6 +39,7 @@ from gateway.runs.record.metrics import (
 )
 from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rollouts import (
+    BATCH_BYTES,
     Order,
     Rollout,
     RolloutBatch,
@@ -55,8 +56,6 @@ from tandem.telemetry import get_log
 
 MAX_RECORD = 2 * 2**30
 """Bytes of a run's record."""
-_BATCH_BYTES = 200
-"""A batch's share of the record for its row, so that small batches have a limit too."""
 _PENDING = 1000
 """Server rows of a run that wait for a failing disk."""
 _RETRY = 5.0
@@ -215,7 +214,7 @@ class RecordStore:
             index = replace(
                 index,
                 rollouts=index.rollouts + len(lines),
-                bytes=index.bytes + (_BATCH_BYTES if lines else 0),
+                bytes=index.bytes + (BATCH_BYTES if lines else 0),
             )
             await self._keep(writing, index, lines, dropped=dropped)
             self._count("rollouts", kept=len(lines), dropped=dropped)

@@ -114,6 +114,8 @@ def test_a_run_is_renamed_after_its_end_and_keeps_the_other_fields(gate, client)
         {"tags": ["x"] * 51 + [str(number) for number in range(51)]},
         {"config": {"x": "y" * 2**16}},
         {"config": []},
+        {"config": {"x": 2**64}},
+        {"config": json.loads('{"x":' * 300 + "1" + "}" * 300)},
         {"user_metadata": {"tandem.ranks": "2"}},
         {"user_metadata": {"name": "x"}},
         {"user_metadata": {"x": "y" * 2**14}},
