@@ -83,6 +83,7 @@ async def test_the_files_of_a_run_are_removed_though_its_trainer_cannot_be_left(
     tools: Any = MagicMock()
     tools.snapshots.remove_all = AsyncMock()
     tools.journal.remove_payloads = AsyncMock()
+    tools.journal.database.flush = AsyncMock()
     lifecycle = RunLifecycle(hosts=hosts, collector=collector, tools=tools)
     run: Any = MagicMock(id="s:train:0", life=None, stopping=None, error=None, creation=None)
     await lifecycle.end_all([run], SessionFinished("its session has ended"))
