@@ -81,6 +81,8 @@ class StorageUse:
     bytes: int
 
 
+_LATER = 1e-6
+"""Seconds between the times of two saves, at least."""
 EXPIRY_GRACE = 86_400.0
 """Seconds for which an expired checkpoint's files stay, in case the clock was ahead."""
 
@@ -113,8 +115,14 @@ class CheckpointCatalog:
                 raise
 
     async def put(self, checkpoint: Checkpoint) -> None:
-        """Write the row of a complete checkpoint and replace one with this path. Raises
+        """Write the row of a complete checkpoint and replace one with this path. `created_at` is
+        later than that of the run's others of the kind, even after the clock went back. Raises
         `StorageFailed`."""
+        table, path = checkpoints.c, checkpoint.path
+        others = (table.run_id == path.run_id) & (table.kind == path.kind)
+        newest = func.coalesce(func.max(table.created_at), 0.0)
+        after = await self.database.read_value(select(newest).where(others)) + _LATER
+        checkpoint = replace(checkpoint, created_at=max(checkpoint.created_at, after))
         await self.database.write_together(
             *_release(checkpoints.c.path == str(checkpoint.path)),
             insert_row(checkpoint),

@@ -166,6 +166,16 @@ async def test_a_save_that_is_named_while_the_collector_looks_stays(tmp_path):
     await store.database.close()
 
 
+async def test_the_newest_states_stay_after_the_clock_went_back(store):
+    for name, at in (("c", 100.0), ("b", 50.0), ("a", 50.0)):
+        path = f"tinker://{RUN}/weights/{name}"
+        saved = checkpoint(store, f"checkpoints/{name}", path=path, created_at=at)
+        await store.checkpoints.put(saved)
+    await store.checkpoints.release_states(RUN, keep=2)
+    (left,) = [batch async for batch in store.checkpoints.of_run(RUN)]
+    assert [each.path.name for each in left] == ["b", "a"]
+
+
 async def test_an_overwrite_leaves_the_old_or_the_new_and_never_neither(store):
     for leaf in ("a-11111111", "a-22222222"):
         folder(store, f"checkpoints/s-1_train_0/{leaf}")
