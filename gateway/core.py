@@ -70,7 +70,7 @@ from gateway.workers.table import WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker_metrics import WorkerMetrics
 from gateway.workers.worker_use import WorkerUseMeter
-from tandem.errors import SessionFinished
+from tandem.errors import SessionFinished, StorageFailed
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
@@ -410,17 +410,26 @@ class Gateway:
         If workers do not stop in time, return and continue in the background.
 
         Repeated calls wait for the same end, and only the first reason counts."""
-        task = self._ending.get(session_id)
-        if task is None:
-            if self.sessions.get(session_id) is None:
-                return
-            task = self._ending[session_id] = asyncio.create_task(
-                self._end_session(session_id, state=state, reason=reason, detail=detail)
-            )
-            task.add_done_callback(lambda _: self._ending.pop(session_id, None))
+        self.end_session_soon(session_id, state=state, reason=reason, detail=detail)
+        if (task := self._ending.get(session_id)) is None:
+            return
         with suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 await asyncio.shield(task)
+
+    def end_session_soon(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
+        """Begin the end of a session, unless it has begun, and do not wait for it."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._ending.pop(session_id, None)
+            error = None if task.cancelled() else task.exception()
+            if error is not None and not isinstance(error, StorageFailed):
+                self._log.error("session_end_failed", session_id=session_id, exc_info=error)
+
+        if session_id not in self._ending and self.sessions.get(session_id) is not None:
+            end = self._end_session(session_id, state=state, reason=reason, detail=detail)
+            task = self._ending[session_id] = asyncio.create_task(end, name=f"end-{session_id}")
+            task.add_done_callback(ended)
 
     @property
     def _patience(self) -> float:

@@ -92,19 +92,13 @@ class Housekeeping:
             await asyncio.sleep(interval)
 
     async def _do_round(self) -> None:
-        """End runs at their deadlines and silent sessions, drop fetched and old results, expire
-        checkpoints, end idle sampling sessions, and remove unused files of names lost since the
-        last round."""
+        """Begin the ends of runs at their deadlines and of silent sessions, drop fetched and old
+        results, expire checkpoints, end idle sampling sessions, and remove unused files of names
+        lost since the last round."""
         gateway = self._gateway
         gateway.runs.end_due()
-        await asyncio.gather(
-            *(
-                gateway.end_session(
-                    session_id=session_id, state="expired", reason="expired", detail=detail
-                )
-                for session_id, detail in gateway.sessions.overdue().items()
-            )
-        )
+        for session_id, detail in gateway.sessions.overdue().items():
+            gateway.end_session_soon(session_id, state="expired", reason="expired", detail=detail)
         gone = gateway.futures.sweep()
         gateway.completions.sweep()
         gateway.journal.forget(
