@@ -8,7 +8,7 @@ between."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
@@ -28,6 +28,11 @@ class Pins:
 
     def unpin(self, folder: str) -> None:
         _decrement(self._folders, folder)
+
+    def pin_until(self, on_end: Callable[[Callable[[object], None]], None], folder: str) -> None:
+        """Pin a folder until `on_end` calls back."""
+        self.pin(folder)
+        on_end(lambda _: self.unpin(folder))
 
     @contextmanager
     def pinned(self, folder: str) -> Iterator[None]:

@@ -181,12 +181,14 @@ class RunRegistry:
         model: BaseModelEntry,
         training: TrainingSpec,
         load: LoadWeights | None,
+        loaded: str = "",
         user_metadata: Mapping[str, object] | None,
         request: bytes,
         admin: bool = False,
     ) -> str:
         """Start a run and return the request_id of operation 0, its creation. It ends when the
-        trainer is ready and has loaded the checkpoint, if any.
+        trainer is ready and has loaded the checkpoint, if any. Its folder, `loaded`, stays until
+        then.
 
         `user_metadata` may choose the recovery (`recovery_of`) and the options (`options_of`), an
         `admin` more of them. Idempotent: a repeated `model_seq_id` with an equal request returns
@@ -273,6 +275,8 @@ class RunRegistry:
                 raise
         self.tools.record.identity_files.write_soon(run_id)
         run.creation = creation
+        if loaded:
+            self.tools.checkpoints.pins.pin_until(creation.future.on_end, loaded)
         if run.error is not None:  # its session ended meanwhile
             self._journal.end(creation, run.error)
         else:

@@ -289,21 +289,24 @@ async def load_weights(
     new, load = validate(CreateViaLoad, fields), read(fields)
     await access.session(new.session_id)
     asked = known_optimizer(new.optimizer_config) if new.optimizer_config else None
-    checkpoint = await gateway.checkpoints.get(load.path, readers=readers, trainable=True)
-    model, full = model_of(gateway, new.base_model or checkpoint.base_model, new.user_metadata)
-    saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
-    await gateway.runs.create(
-        session_id=new.session_id,
-        model_seq_id=new.model_seq_id,
-        model=model,
-        training=training_from(
-            path=load.path, saved=saved, full=full, optimizer=load.optimizer, asked=asked
-        ),
-        load=load,
-        user_metadata=new.user_metadata,
-        request=raw,
-        admin=access.caller.role == "admin",
-    )
+    async with gateway.checkpoints.reading(
+        load.path, readers=readers, trainable=True
+    ) as checkpoint:
+        model, full = model_of(gateway, new.base_model or checkpoint.base_model, new.user_metadata)
+        saved = (await gateway.checkpoints.origin(checkpoint.path.run_id)).training
+        await gateway.runs.create(
+            session_id=new.session_id,
+            model_seq_id=new.model_seq_id,
+            model=model,
+            training=training_from(
+                path=load.path, saved=saved, full=full, optimizer=load.optimizer, asked=asked
+            ),
+            load=load,
+            loaded=checkpoint.folder,
+            user_metadata=new.user_metadata,
+            request=raw,
+            admin=access.caller.role == "admin",
+        )
     run_id = run_id_of(session_id=new.session_id, model_seq_id=new.model_seq_id)
     access.audit.note(run_id, load=load.path)
     return accepted(run_id, 0)

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from sqlalchemy import RowMapping, func, select
 
-from gateway.identifiers import operation_blob, relative_version_folder
+from gateway.identifiers import operation_blob, parse_checkpoint_path, relative_version_folder
 from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
-from gateway.runs.operations import Operation, body_from_json
+from gateway.runs.operations import LoadWeights, Operation, body_from_json
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.run import LAST_SEQ_ID, Run
 from gateway.runs.tools import RunTools
@@ -62,6 +62,10 @@ class RunResumption:
                     self.tools.journal.end(operation, run.ending.error)
             waiting = []
         run.creation = next((each for each in waiting if each.seq_id == 0), None)
+        if run.creation is not None and isinstance(body := run.creation.body, LoadWeights):
+            loaded = await self.tools.checkpoints.find(parse_checkpoint_path(body.path))
+            if loaded is not None:
+                pins.pin_until(run.creation.future.on_end, loaded.folder)
         log.resume(snapshots=snapshots, calls=calls, missing_to=row["replay_after"], answered=ended)
         run.restoring = "the gateway restarted; the trainer starts when its client is heard of"
         run.dispatcher.resume(

@@ -12,6 +12,7 @@ import pytest
 import tinker
 from tinker import types
 
+from gateway.core import Gateway
 from gateway.owners.auth.keys import NewKey
 from tandem.errors import StorageFailed
 from tests.support.audit_log import audit_log
@@ -326,6 +327,25 @@ def test_the_end_of_the_session_waits_for_the_save(start):
         assert _row(gate.http(), run.id)["state"] == "ended"
 
 
+def test_a_session_whose_run_saves_delays_no_end_of_another(start, monkeypatch):
+    monkeypatch.setattr(Gateway, "_patience", 3600.0)
+    with start() as gate:
+        run, sessions = Run.new(gate), gate.gateway.sessions
+        train(run, 1)
+        run.hold()
+        stop_soon(run)
+        wait_until(lambda: run_of(run).last_save is not None)
+        sessions.get(run.session_id).seen_at -= 601
+        (end,) = wait_until(lambda: list(gate.gateway._ending.values()))
+        other = gate.session_id()
+        sessions.get(other).seen_at -= 601
+        wait_until(lambda: sessions.get(other) is None)
+        assert gate.gateway._ending[run.session_id] is end
+        run.release()
+        wait_until(lambda: sessions.get(run.session_id) is None)
+        assert "/weights/stopped-1" in _row(gate.http(), run.id)["reason"]
+
+
 def test_the_sdk_raises_the_typed_error_at_once(start):
     with start() as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
@@ -422,6 +442,24 @@ def test_only_the_newest_states_of_a_run_are_kept(start):
             public,
             *(f"tinker://{run_id}/weights/{n}" for n in ("d", "stopped-1")),
         }
+
+
+def test_a_state_stays_until_a_new_run_has_loaded_it(start):
+    with start() as gate:
+        run_id = gate.run_id(gate.session_id(), keep_states="1")
+        run = Run(gate, run_id, "", gate.trainer_of(run_id), gate.http())
+        loaded = save(run, 1, "a")
+        gate.run(gate.launcher.start_gate.clear)
+        body = {"session_id": gate.session_id(), "model_seq_id": 0, "path": loaded}
+        answer = run.client.post("/api/v1/load_weights", json=body | {"optimizer": True})
+        created = answer.json()["request_id"]
+        kept = save(run, 2, "b")
+        assert _states(run) == {loaded, kept}
+    with start() as gate:
+        run = Run(gate, run_id, "", None, gate.http())
+        kept = save(run, 3, "c")
+        assert _states(run) == {loaded, kept}
+        assert gate.retrieve(created).json()["type"] == "load_weights"
 
 
 def _states(run: Run) -> set[str]:
