@@ -36,9 +36,7 @@ def track(
     `policy` is a `tinker.TrainingClient`, or the id of a run. With an id, `url` and `api_key` are
     by default TINKER_BASE_URL and TINKER_API_KEY. `config["total_steps"]` makes the progress known.
     `to` has `"wandb"`, `"tensorboard"` or an `Exporter`. Raises a `UserError` for the gateway's
-    refusal, and for a missing package.
-
-    Example: `run = tandem.track(policy, name="addition", config={"total_steps": 100})`"""
+    refusal, and for a missing package. docs/tracking.md has examples."""
     from tandem.tracking.run import start_tracking
 
     return start_tracking(

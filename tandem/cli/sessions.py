@@ -117,7 +117,7 @@ def _newest(
 
 
 def _state(status: dict[str, Any] | None) -> str:
-    """Examples: `active`, `finished (errored)`, `expired`."""
+    """Return `active`, `expired`, or `finished` with its reason in parentheses."""
     if status is None:
         return "expired"
     reason = status.get("reason")

@@ -82,7 +82,7 @@ class TrackedRun:
         """Record numbers of a step. The newest value of a name and step counts.
 
         A number is a float, an integer, or a scalar of numpy, torch or JAX. NaN and infinities are
-        kept. Example: `run.log(3, {"reward": rewards.mean(), "answer_length": 17.2})`"""
+        kept."""
         number = self._whole_step(step)
         if number is None or not isinstance(values, Mapping):
             self._warnings.warn_once("log", "run.log takes a step and a dict of numbers")
