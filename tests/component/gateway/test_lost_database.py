@@ -69,8 +69,9 @@ def test_a_gateway_with_another_database_serves_and_removes_nothing(saved, tmp_p
     for _ in range(2):
         with running_gateway(tmp_path, session_ttl=600, **changes) as gate:
             said = tandem(gate, "status").stderr
-            assert f"checkpoints/{folder}, weights/{folder}: the database does not know" in said
-            assert "tandem_gateway_unknown_folders 2.0" in metrics(gate)
+            unknown = ", ".join(f"{kind}/{folder}" for kind in ("checkpoints", "runs", "weights"))
+            assert f"{unknown}: the database does not know" in said
+            assert "tandem_gateway_unknown_folders 3.0" in metrics(gate)
             with gate.service() as service:  # work goes on, and removes nothing
                 training = service.create_lora_training_client("tiny").result()
                 assert training.save_state("new").result().path
