@@ -109,6 +109,9 @@ class TrackedRun:
         number = self._whole_step(step)
         batch: list[Mapping[str, Any]] = []
         size = 0
+        if not isinstance(rollouts, Iterable):
+            self._warnings.warn_once("rollouts", "run.rollouts takes a step and a list of dicts")
+            return
         for position, rollout in enumerate(rollouts if number is not None else ()):
             if sample < 1 and zlib.crc32(f"{number}:{position}".encode()) >= sample * 2**32:
                 continue

@@ -188,11 +188,6 @@ class CurveCache:
                 held -= self._tables.popitem(last=False)[1].bytes
         return table.curves(names)
 
-    def forget(self, run_ids: Iterable[str]) -> None:
-        with self._lock:
-            for run_id in run_ids:
-                self._tables.pop(run_id, None)
-
 
 def thinned(
     curves: Mapping[str, Curve], points: int, *, in_all: int = MOST_POINTS

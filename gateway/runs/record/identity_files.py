@@ -40,7 +40,7 @@ _COLUMNS = (
 @dataclass(eq=False)
 class IdentityFiles:
     """Writes a file soon after its row has changed. A failed write is repeated with the next
-    change."""
+    change of any run."""
 
     database: Database
     data_dir: Path
@@ -60,14 +60,17 @@ class IdentityFiles:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _write_changed(self) -> None:
+        failed = set()
         try:
             while self._changed:
                 run_id = self._changed.pop()
                 try:
                     await self._write(run_id)
                 except (OSError, StorageFailed) as error:
+                    failed.add(run_id)
                     get_log().error("run_json_not_written", run_id=run_id, reason=describe(error))
         finally:  # at once, so that the next change begins a new task
+            self._changed |= failed
             self._writing = None
 
     async def _write(self, run_id: str) -> None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from heapq import nsmallest
 from itertools import islice
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import orjson
 
@@ -21,6 +23,8 @@ MAX_ROLLOUT = 2**20
 BATCH_BYTES = 200
 """A batch's share of the record for its row, so that small batches have a limit too."""
 _PAGE_BYTES = 16 * 2**20
+_MOST_FOUND = 100_000
+"""A record may have millions of short rollouts."""
 BATCH_ID = "batch_id"
 """The field with the client's key of the batch. A batch that was written twice counts once."""
 
@@ -103,22 +107,43 @@ def read_page(
 ) -> tuple[list[Rollout], int]:
     """Return a page of a step's rollouts and the number of all that match. The text `search` is
     somewhere in a rollout, in any case. Rollouts without a reward come last. A page ends early
-    after 16 MiB, or when `stopped`. Raises `OSError`."""
+    after 16 MiB, or when `stopped`. Pages by reward or text end after 100,000 rollouts. Raises
+    `OSError`."""
     wanted = search.casefold()
     if order == "given" and not wanted:
-        lines = islice(_lines(folder, batches, offset, stopped), limit)
-        page = _page((index, line) for index, _, _, line in lines)
+        first = islice(_lines(folder, batches, offset, stopped), limit)
+        page = _page((index, line) for index, _, _, line in first)
         return page, sum(batch.count for batch in batches)
-    found: list[tuple[float | None, int, RolloutBatch, int, int]] = []
-    for index, batch, place, line in _lines(folder, batches, 0, stopped):
-        rollout = _parsed(line)
-        if not wanted or _contains(rollout, wanted):
-            found.append((reward_of(rollout), index, batch, place, len(line)))
-    if order != "given":
-        sign = -1 if order == "-reward" else 1
-        found.sort(key=lambda one: (one[0] is None, sign * (one[0] or 0.0), one[1]))
-    chosen = found[offset : offset + limit]
-    return _page((one[1], _read(folder, *one[2:])) for one in chosen), len(found)
+    count = 0
+
+    def matching() -> Iterator[_Found]:
+        nonlocal count
+        for index, batch, place, line in _lines(folder, batches, 0, stopped):
+            rollout = _parsed(line)
+            if not wanted or _contains(rollout, wanted):
+                count += 1
+                yield _Found(reward_of(rollout), index, batch, place, len(line))
+
+    sign = {"given": 0, "reward": 1, "-reward": -1}[order]
+    chosen = nsmallest(min(offset + limit, _MOST_FOUND), matching(), key=partial(_rank, sign))
+    lines = ((one.number, _read(folder, one)) for one in chosen[offset:])
+    return _page(lines), count
+
+
+class _Found(NamedTuple):  # a tuple for less memory
+    """A matching line: its number in the step, its batch, and its place and length in the file."""
+
+    reward: float | None
+    number: int
+    batch: RolloutBatch
+    place: int
+    length: int
+
+
+def _rank(sign: int, one: _Found) -> tuple[bool, float, int]:
+    if not sign:
+        return False, 0.0, one.number
+    return one.reward is None, sign * (one.reward or 0.0), one.number
 
 
 def _page(lines: Iterable[tuple[int, bytes]]) -> list[Rollout]:
@@ -133,10 +158,10 @@ def _page(lines: Iterable[tuple[int, bytes]]) -> list[Rollout]:
     return page
 
 
-def _read(folder: Path, batch: RolloutBatch, place: int, length: int) -> bytes:
-    with (folder / batch.file).open("rb") as stream:
-        stream.seek(place)
-        return stream.read(length)
+def _read(folder: Path, one: _Found) -> bytes:
+    with (folder / one.batch.file).open("rb") as stream:
+        stream.seek(one.place)
+        return stream.read(one.length)
 
 
 def _lines(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
@@ -115,7 +114,7 @@ class RecordStore:
         self._put_index = self.database.insert_or_replace(run_records)
         self._put_batch = self.database.insert_or_replace(rollout_batches)
         self._runs: dict[str, _Writing] = {}
-        self._opening: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._pending: dict[str, list[MetricsRow]] = {}
         self._flushing: dict[str, asyncio.Task[None]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -259,7 +258,7 @@ class RecordStore:
             self._log.exception("server_rows_not_written", run_id=run_id)
 
     async def _writing(self, run_id: str) -> _Writing:
-        async with self._opening[run_id]:
+        async with self._opening.setdefault(run_id, asyncio.Lock()):
             if (writing := self._runs.get(run_id)) is None:
                 row = await self.database.read_one(
                     select(runs.c.owner, run_records)
@@ -272,7 +271,6 @@ class RecordStore:
                 folder = record_folder(self.data_dir, run_id)
                 self._forget_idle()
                 writing = self._runs[run_id] = _Writing(folder, self.epoch, row["owner"], index)
-        self._opening.pop(run_id, None)
         writing.used_at = time.monotonic()
         return writing
 

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from gateway.metrics import Metrics
+from gateway.runs.record import identity_files
 from gateway.runs.record import rollouts as rollouts_module
 from gateway.runs.record import store as store_module
 from gateway.runs.record.files import Place, record_folder
@@ -399,3 +400,29 @@ async def test_a_huge_step_of_rollouts_is_read_page_by_page(record):
     assert page.rollouts[0]["reward"] == 63
     rows = await record.database.read(select(run_records.c.rollouts))
     assert rows[0]["rollouts"] == 64
+
+
+async def test_pages_by_reward_end_after_a_number_of_rollouts_and_still_count_all(
+    record, monkeypatch
+):
+    monkeypatch.setattr("gateway.runs.record.rollouts._MOST_FOUND", 3)
+    await record.append_rollouts(RUN, "x", 1, [{"reward": number} for number in range(9)])
+    page = await record.rollouts(RUN, 1, "-reward", limit=2, offset=2)
+    assert [one["reward"] for one in page.rollouts] == [6] and page.total_count == 9
+
+
+async def test_a_run_json_that_failed_is_written_with_the_next_change(record, world, monkeypatch):
+    await add_run(world, "s-2:train:0")
+    files, real = record.identity_files, identity_files.write_file
+
+    def refuse(*_args, **_options):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(identity_files, "write_file", refuse)
+    files.write_soon(RUN)
+    await files.close()
+    monkeypatch.setattr(identity_files, "write_file", real)
+    files.write_soon("s-2:train:0")
+    await files.close()
+    for run_id in (RUN, "s-2:train:0"):
+        assert (record_folder(record.data_dir, run_id) / "run.json").is_file()

@@ -284,6 +284,13 @@ def test_a_sampling_rate_keeps_the_same_rollouts_each_time(start, gateway):
     assert first == second and 200 < len(first) < 300
 
 
+def test_rollouts_that_are_no_list_cost_one_warning(start, gateway, warnings):
+    run = start()
+    run.rollouts(1, None)
+    assert run.flush() and gateway.batches() == []
+    assert warnings() == ["run.rollouts takes a step and a list of dicts"]
+
+
 @pytest.mark.parametrize("answer", [b"[1]", b"null", b"<html>"])
 def test_an_answer_that_is_no_object_costs_one_warning_and_is_asked_for_again(
     start, gateway, warnings, answer
