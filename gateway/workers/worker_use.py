@@ -10,21 +10,12 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from gateway.metrics import Metrics
+from gateway.owners.usage.run_resources import WORKER_SUMS
 from gateway.storage.database import Database
 from gateway.storage.tables import worker_use
 from gateway.workers.table import State, WorkerRow
 from tandem.protocol.process_use import ProcessUse
 
-_COUNTERS = (
-    "queue_seconds",
-    "start_seconds",
-    "run_seconds",
-    "measured_seconds",
-    "cpu_seconds",
-    "gpu_measured_seconds",
-    "gpu_shared_seconds",
-    "gpu_seconds",
-)
 _PEAKS = ("memory_peak", "gpu_peak", "gpu_memory_peak")
 _COUNTED_AS: dict[State, str] = {
     "waiting": "queue_seconds",
@@ -83,7 +74,7 @@ class WorkerUseMeter:
         self._database = database
         self._metrics = metrics
         self._clock = clock
-        self._insert_or_add = database.insert_or_add(worker_use, counters=_COUNTERS, peaks=_PEAKS)
+        self._insert_or_add = database.insert_or_add(worker_use, counters=WORKER_SUMS, peaks=_PEAKS)
         self._sums: dict[str, _UseSums] = {}
 
     def note_state(self, row: WorkerRow, waited: float) -> None:
@@ -127,7 +118,7 @@ class WorkerUseMeter:
             "key": row.key,
             "kind": row.kind,
             "session_id": row.session,
-            **{name: added[name] for name in _COUNTERS},
+            **{name: added[name] for name in WORKER_SUMS},
             **{name: sums.peaks.get(name) for name in _PEAKS},
         }
         self._database.write_soon(self._insert_or_add, values)

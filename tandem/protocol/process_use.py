@@ -185,7 +185,7 @@ class UseMeter:
 
 
 class UseThread:
-    """Measures in a thread, once `begin` was called: the newest `use`, and its `text` for the
+    """Measures in a thread after `start_measuring`: the newest `use`, and its `text` for the
     heartbeat, at first ""."""
 
     def __init__(self, devices: Sequence[str]) -> None:

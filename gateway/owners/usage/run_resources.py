@@ -13,6 +13,18 @@ from sqlalchemy import RowMapping, case, func, select
 from gateway.storage.database import Database
 from gateway.storage.tables import checkpoints, run_records, runs, usage, worker_use
 
+WORKER_SUMS = (
+    "queue_seconds",
+    "start_seconds",
+    "run_seconds",
+    "measured_seconds",
+    "cpu_seconds",
+    "gpu_measured_seconds",
+    "gpu_shared_seconds",
+    "gpu_seconds",
+)
+"""The columns of `worker_use` that only grow."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerResources:
@@ -122,7 +134,7 @@ def _part(rows: list[RowMapping], own: float, of_all: float) -> WorkerResources 
     if not rows:
         return None
     share = own / of_all if of_all else 0.0
-    total = {name: sum(row[name] for row in rows) for name in _SUMS}
+    total = {name: sum(row[name] for row in rows) for name in WORKER_SUMS}
     run_seconds, measured = total["run_seconds"], total["measured_seconds"]
     cpu_seconds = total["cpu_seconds"] * share if measured else None
     shared = total["gpu_shared_seconds"]
@@ -146,18 +158,6 @@ def _part(rows: list[RowMapping], own: float, of_all: float) -> WorkerResources 
         gpu_memory_peak_bytes=_whole(peaks["gpu_memory_peak"]),
         measured=("shared" if shared else "process") if of_devices else None,
     )
-
-
-_SUMS = (
-    "queue_seconds",
-    "start_seconds",
-    "run_seconds",
-    "measured_seconds",
-    "cpu_seconds",
-    "gpu_measured_seconds",
-    "gpu_shared_seconds",
-    "gpu_seconds",
-)
 
 
 def _whole(value: float | None) -> int | None:
