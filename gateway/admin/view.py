@@ -111,6 +111,8 @@ async def _gateway(temporary: Path, data_dir: Path) -> Gateway:
     settings = GatewaySettings(
         data_dir=temporary,
         database_url="",
+        database_url_file=None,
+        private_dir=None,
         models_dir=data_dir / "models",
         launcher="agent",
         agents={},

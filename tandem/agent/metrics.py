@@ -16,6 +16,7 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from tandem.agent.host import free_memory_bytes
+from tandem.errors import describe
 from tandem.protocol.metrics_server import MetricsServer
 from tandem.protocol.worker import LOOPBACK
 from tandem.telemetry import get_log
@@ -71,8 +72,8 @@ class AgentMetrics:
         try:
             server = MetricsServer(self._registry, host=host.strip("[]"))
             return server.serve_metrics(port=int(number))
-        except OSError as error:
-            get_log().warning("no_agent_metrics", port=int(number), reason=error.strerror)
+        except (OSError, OverflowError) as error:  # also a port above 65535
+            get_log().warning("no_agent_metrics", port=int(number), reason=describe(error))
             return 0
 
 

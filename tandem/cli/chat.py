@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,7 @@ from tandem.cli.context import (
     read_answer,
     say,
     say_aside,
+    shown,
 )
 from tandem.cli.run_names import run_id
 from tandem.errors import ServerError, TandemError, UnknownModel, UnknownRun, UserError, describe
@@ -179,7 +180,7 @@ def _ask(
                 if piece:
                     said.append(piece)
                     if not quiet:
-                        sys.stdout.write(_shown(piece))
+                        sys.stdout.write(shown(piece))
                         sys.stdout.flush()
     except BaseException:
         if not complete:
@@ -199,16 +200,21 @@ def _parts(target: ChosenGateway, path: str, body: dict[str, Any]) -> Iterator[d
     with explained(target), target.client(timeout=_ANSWER_SECONDS) as client:
         for _ in range(_MOST_RETRIES):
             with (
-                _patience(),
+                _patience() as begun,
                 client.stream("POST", f"{_OPENAI_API}/{path}", json=body) as answer,
             ):
                 if answer.is_success:
-                    yield from _events(answer.iter_lines())
+                    for part in _events(answer.iter_lines()):
+                        begun()
+                        yield part
                     return
                 answer.read()
-                if answer.status_code != _STARTING:
+                try:
                     read_answer(target, answer)
-                why = answer.json()["error"]["message"]
+                except TandemError as error:
+                    if answer.status_code != _STARTING:
+                        raise
+                    why = error.message
             say_aside(f"{why} (trying again)")
             time.sleep(_RETRY_SECONDS)
         raise ServerError(f"no engine started for {body['model']}: {why}")
@@ -225,21 +231,16 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
 
 
 @contextmanager
-def _patience() -> Iterator[None]:
-    """Say after some seconds without an answer why that may be."""
+def _patience() -> Iterator[Callable[[], None]]:
+    """Say after some seconds why no answer comes, unless the result was called: it has begun."""
     if not err.is_terminal:
-        yield
+        yield lambda: None
         return
     sentence = "(waiting: an engine may have to start, see `tandem status`)"
     timer = threading.Timer(_PATIENT_SECONDS, say_aside, [sentence])
     timer.daemon = True
     timer.start()
     try:
-        yield
+        yield timer.cancel
     finally:
         timer.cancel()
-
-
-def _shown(piece: str) -> str:
-    """Replace characters that move the cursor. Lines and tabs stay."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in piece)

@@ -70,6 +70,7 @@ def config(
     if config_file is None:
         values, sources = _values(data_dir), {}
     else:
+        resolve_data_dir(data_dir)  # refuses --url
         sources = dict.fromkeys(os.environ, "the environment")
         for name, each in apply_config_file(config_file, os.environ).items():
             sources[name] = f"{config_file}, line {each.line}"

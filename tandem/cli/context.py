@@ -87,16 +87,21 @@ ConfigFile = Annotated[
 ]
 
 
+def shown(text: str) -> str:
+    """Replace characters that move the cursor or change the terminal. Lines and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+
+
 def fail(sentence: str, what: str = "error") -> None:
-    err.print(f"[red]{what}:[/] {escape(sentence)}", soft_wrap=True)
+    err.print(f"[red]{what}:[/] {escape(shown(sentence))}", soft_wrap=True)
 
 
 def say(sentence: str) -> None:
-    out.print(sentence, soft_wrap=True, markup=False)
+    out.print(shown(sentence), soft_wrap=True, markup=False)
 
 
 def say_aside(sentence: str) -> None:
-    err.print(sentence, soft_wrap=True, markup=False)
+    err.print(shown(sentence), soft_wrap=True, markup=False)
 
 
 def print_json(value: object) -> None:
@@ -185,6 +190,8 @@ def remote_url(data_dir: Path | None) -> str:
         url = httpx.URL(given)
     except httpx.InvalidURL:
         url = httpx.URL("")
+    if url.userinfo:
+        raise UserError(f"{name} contains a name or password; give the key as {KEY_VARIABLE}")
     if url.scheme not in ("http", "https") or not url.host:
         raise UserError(f"{name} is {given[:200]!r}, not a URL such as https://tandem.example.org")
     return given.rstrip("/")

@@ -32,11 +32,11 @@ def bar_chart(values: Sequence[float]) -> str:
     neighbours."""
     count = min(WIDTH, len(values))
     bounds = [index * len(values) // count for index in range(count + 1)]
-    means = [sum(values[start:end]) / (end - start) for start, end in pairwise(bounds)]
+    means = [_mean(values[start:end]) for start, end in pairwise(bounds)]
     low, high = min(means), max(means)
     top, eighths = len(_BARS) - 1, _BAR_ROWS * (len(_BARS) - 1)
     levels = [
-        max(1, round((mean - low) / (high - low) * eighths)) if high > low else eighths // 2
+        max(1, round(_share(mean, low, high) * eighths)) if high > low else eighths // 2
         for mean in means
     ]
     rows = [
@@ -57,7 +57,7 @@ def overlay_chart(curves: Sequence[Points]) -> str:
     grid = [[" "] * WIDTH for _ in range(_OVERLAY_ROWS)]
     for letter, column in zip(ascii_uppercase, columns, strict=False):
         for x, mean in column.items():
-            share = (mean - low) / (high - low) if high > low else 0.5
+            share = _share(mean, low, high) if high > low else 0.5
             row = grid[_OVERLAY_ROWS - 1 - round(share * (_OVERLAY_ROWS - 1))]
             row[x] = letter if row[x] == " " else _SEVERAL
     chart = _labelled(["".join(row).rstrip() for row in grid], low=low, high=high)
@@ -77,7 +77,15 @@ def _means_by_column(curve: Points, *, first: int, last: int) -> dict[int, float
     for step, value in curve:
         x = (step - first) * (WIDTH - 1) // (last - first) if last > first else 0
         found.setdefault(x, []).append(value)
-    return {x: sum(values) / len(values) for x, values in found.items()}
+    return {x: _mean(values) for x, values in found.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(value / len(values) for value in values)  # the sum might overflow
+
+
+def _share(value: float, low: float, high: float) -> float:
+    return (value / 2 - low / 2) / (high / 2 - low / 2)  # so might the difference
 
 
 def _labelled(rows: Sequence[str], *, low: float, high: float) -> str:

@@ -49,7 +49,7 @@ def show(
     path = f"runs/{run_in_url(data_dir, run)}"
     if metric or follow:
         about = call(data_dir, "GET", path)
-        names = [full_name(name, about["last"]) for name in metric or []]
+        names = [full_name(name, about["last"], later=follow) for name in metric or []]
         names = names or [name for name in (main_metric(about["last"]),) if name]
         _show_curves(data_dir, path, names, last=last, follow=follow, as_json=as_json)
         return

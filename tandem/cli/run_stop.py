@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 import typer
@@ -10,6 +11,7 @@ from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say, say_as
 from tandem.cli.run_names import RunArgument, run_in_url
 
 _TIMEOUT = 60.0
+_PAUSE = 0.5
 
 
 def stop(
@@ -34,6 +36,7 @@ def stop(
         if not told and not as_json:
             say_aside("Waiting for the running operation and the save …")
         told = True
+        time.sleep(_PAUSE)  # an answer may come at once
         answer = call(data_dir, "POST", path, body=body, timeout=_TIMEOUT)
     answer["already"] = already
     end_if_json(as_json, answer)

@@ -32,11 +32,14 @@ def main_metric(last: Mapping[str, object]) -> str:
     return own[0] if own else ""
 
 
-def full_name(given: str, last: Mapping[str, object]) -> str:
-    """Return a metric's name, also for a server's without `tandem/`. Raises `UserError`."""
+def full_name(given: str, last: Mapping[str, object], *, later: bool = False) -> str:
+    """Return a metric's name, also for a server's without `tandem/`. Raises `UserError` for an
+    unknown one, unless it may come `later`."""
     for name in (given, f"{SERVER}{given}"):
         if name in last:
             return name
+    if later:
+        return given
     known = ", ".join(sorted(last)) or "none yet"
     raise UserError(f"the run has no metric {given!r}; known: {known}")
 

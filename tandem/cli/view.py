@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from tandem.cli.context import read_settings
 
 _MODULE = "gateway.admin.view"
 
@@ -25,9 +22,9 @@ def view(
     for no key.
 
     Example: tandem view .tandem"""
-    read_settings()  # the module reads them too, and could not explain an invalid one
+    # Settings are a gateway's. With them, the module might open its database.
+    environment = {
+        name: text for name, text in os.environ.items() if not name.startswith("TANDEM_")
+    }
     command = [sys.executable, "-m", _MODULE, str(data_dir), "--port", str(port)]
-    with subprocess.Popen(command) as module:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the module, and then this
-        status = module.wait()
-    raise typer.Exit(max(0, status))
+    os.execve(sys.executable, command, environment)

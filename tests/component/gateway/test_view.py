@@ -50,7 +50,8 @@ def kept(tmp_path_factory):
 
 @contextmanager
 def viewing(data_dir):
-    """Run the command. Yields a client, and its process."""
+    """Run the command beside a gateway's settings. Yields a client, and its first lines."""
+    elsewhere = {"TANDEM_DATABASE_URL": "postgresql://nowhere", "TANDEM_PRIVATE_DIR": "/nowhere"}
     start = "from tandem.cli import main; main()"
     command = [sys.executable, "-c", start, "view", str(data_dir), "--port", "0"]
     process = subprocess.Popen(
@@ -59,7 +60,7 @@ def viewing(data_dir):
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, **elsewhere, "PYTHONUNBUFFERED": "1"},
     )
     try:
         said = ""

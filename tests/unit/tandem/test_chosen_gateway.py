@@ -70,6 +70,20 @@ def test_a_url_may_be_before_and_after_a_command_and_counts_once(monkeypatch, ar
     assert asked == [THERE, ""]
 
 
+def test_a_url_with_a_password_is_refused_without_repeating_it():
+    note_url("https://ann:secret@tandem.example.org")
+    with pytest.raises(UserError, match="TINKER_API_KEY") as refused:
+        context.remote_url(None)
+    assert "secret" not in refused.value.message
+
+
+def test_printed_sentences_cannot_move_the_cursor(capsys):
+    context.say("a\x1b[31mb\nc")
+    context.fail("\x1b]0;title")
+    out, err = capsys.readouterr()
+    assert "\x1b" not in out + err and "b\nc" in out
+
+
 @pytest.mark.parametrize("url", ["tandem.example.org", "ftp://x", "http://", "http://a:b:c"])
 def test_a_malformed_url_is_refused_with_an_example(url):
     note_url(url)
