@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import httpx
 import orjson
@@ -114,6 +115,16 @@ def wandb_records(path: Path) -> Iterator[object]:
             parts = b""
 
 
+@pytest.fixture
+def wandb() -> Iterator[ModuleType]:
+    """The library, whose service process would live as long as the tests."""
+    import wandb
+
+    yield wandb
+    wandb.teardown()
+
+
+@pytest.mark.usefixtures("wandb")
 def test_wandb_gets_all_rows_in_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "sums"}.items():

@@ -25,7 +25,10 @@ def _nothing_is_left_running() -> Iterator[None]:
     os.environ["TANDEM_TEST_SESSION_MARK"] = mark
     yield
     del os.environ["TANDEM_TEST_SESSION_MARK"]
-    wait_until(lambda: not _left(mark), what="every process of the tests has ended")
+    try:
+        wait_until(lambda: not _left(mark), what="every process of the tests has ended")
+    except AssertionError as error:
+        raise AssertionError(f"{error}: {_left(mark)}") from None
 
 
 def _left(mark: str) -> list[Process]:
