@@ -3,7 +3,7 @@
 The gateway notes spans of each run in memory: its operations, the trainer's computation, written
 versions, loads and samples. It also notes the states of workers. At the end of a step,
 `time_shares` divides the time since the previous step. Each moment belongs to one share only, so
-the shares add up to the step. `RULES` decides where spans overlap.
+the shares add up to the step. `_share_of` decides where spans overlap.
 
 A gateway forgets its spans when it ends. The first step of the next one counts the time before its
 start as `queue`."""
@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 from weakref import WeakValueDictionary
 
-Share = Literal["place", "devices", "weights", "samples", "queue", "compute", "publish", "client"]
+Share = Literal["compute", "publish", "place", "devices", "weights", "queue", "samples", "client"]
+SHARES: tuple[Share, ...] = get_args(Share)
 Signal = Literal["operation", "compute", "publish", "load", "sample"]
 
 _MOST_SPANS = 512
@@ -39,45 +40,28 @@ class Span:
     end: float
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A moment belongs to `share` if spans of all signals in `all_of`, of one in `one_of` (if any)
-    and of none in `none_of` cover it."""
+def _share_of(signals: Collection[str]) -> Share:
+    """Return the share of a moment that spans of these signals cover."""
+    operates, samples, loads = (name in signals for name in ("operation", "sample", "load"))
+    calls_wait = (samples or loads) and "engine:awake" not in signals
 
-    share: Share
-    all_of: frozenset[str] = frozenset()
-    one_of: frozenset[str] = frozenset()
-    none_of: frozenset[str] = frozenset()
+    def waits(share: Share) -> bool:
+        for_trainer = operates and f"trainer:{share}" in signals
+        return for_trainer or (calls_wait and f"engine:{share}" in signals)
 
-    def covers(self, signals: frozenset[str]) -> bool:
-        return (
-            self.all_of <= signals
-            and (not self.one_of or bool(self.one_of & signals))
-            and not self.none_of & signals
-        )
-
-
-def _waits(share: Share) -> tuple[Rule, Rule]:
-    """An operation waits for the trainer, or samples and loads wait for every engine."""
-    calls, awake = frozenset({"sample", "load"}), frozenset({"engine:awake"})
-    return (
-        Rule(share, all_of=frozenset({f"trainer:{share}", "operation"})),
-        Rule(share, all_of=frozenset({f"engine:{share}"}), one_of=calls, none_of=awake),
-    )
-
-
-RULES: tuple[Rule, ...] = (
-    Rule("compute", all_of=frozenset({"compute"})),
-    Rule("publish", all_of=frozenset({"publish"})),
-    *_waits("place"),
-    *_waits("devices"),
-    Rule("weights", all_of=frozenset({"load"})),
-    Rule("queue", all_of=frozenset({"operation"})),
-    Rule("samples", all_of=frozenset({"sample"})),
-    Rule("client"),
-)
-"""The first rule that covers a moment counts."""
-SHARES: tuple[Share, ...] = tuple(dict.fromkeys(rule.share for rule in RULES))
+    if "compute" in signals:
+        return "compute"
+    if "publish" in signals:
+        return "publish"
+    if waits("place"):
+        return "place"
+    if waits("devices"):
+        return "devices"
+    if loads:
+        return "weights"
+    if operates:
+        return "queue"
+    return "samples" if samples else "client"
 
 
 def time_shares(spans: Iterable[Span], since: float, until: float) -> dict[Share, float]:
@@ -92,8 +76,7 @@ def time_shares(spans: Iterable[Span], since: float, until: float) -> dict[Share
     at = since
     for moment, change, signal in [*sorted(edges), (until, 0, "")]:
         if moment > at:
-            covered = frozenset(name for name, count in counts.items() if count)
-            seconds[next(rule.share for rule in RULES if rule.covers(covered))] += moment - at
+            seconds[_share_of([name for name, count in counts.items() if count])] += moment - at
             at = moment
         counts[signal] = counts.get(signal, 0) + change
     return seconds
