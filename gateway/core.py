@@ -28,7 +28,6 @@ from gateway.owners.sessions.queries import SessionQueries
 from gateway.owners.sessions.registry import SessionRegistry, why_ended
 from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
-from gateway.owners.usage.run_resources import RunResourceReader
 from gateway.owners.usage.time_shares import Timelines
 from gateway.owners.usage.trace_exports import TraceExporter
 from gateway.runs.admission import OperationAdmission
@@ -212,7 +211,6 @@ class Gateway:
             key=signing_key, checkpoints=self.checkpoints, versions=self.versions
         )
         self.worker_use = WorkerUseMeter(database=database, metrics=metrics, clock=time.time)
-        self.run_resources = RunResourceReader(database=database)
         self.processes = Processes(
             settings=settings,
             launchers=launchers,

@@ -23,6 +23,7 @@ from gateway.api.tandem.logs import Level, log_lines
 from gateway.api.tandem.runs import own_run
 from gateway.identifiers import make_checkpoint_path
 from gateway.owners.auth.identity import Readers
+from gateway.owners.usage.run_resources import read_run_use
 from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import ancestors_of
 from tandem.errors import InvalidRequest, UnknownRun, UnknownWeights
@@ -48,7 +49,7 @@ async def run_page(
     curves = await page.views.curves(run_id, None, POINTS, ancestors)
     facts = await read_facts(gateway, page.views, run)
     relatives = await gateway.run_records.relatives(run, page.caller)
-    usage = await gateway.run_resources.read_resources(run_id)
+    usage = await read_run_use(gateway.database, run_id)
 
     def draw() -> Response:
         return page.render(

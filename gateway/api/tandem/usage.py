@@ -9,7 +9,8 @@ from fastapi import Query
 from gateway.api.dependencies import AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
-from gateway.identifiers import unknown_run
+from gateway.api.tandem.runs import own_run
+from gateway.owners.usage.run_resources import RunUse, read_run_use
 from tandem.errors import UnknownRun
 
 router = Router("/api/tandem/v1", tag="Tandem")
@@ -42,62 +43,13 @@ class UsageSummary(Answer):
     runs: list[RunUsage]
 
 
-class WorkerUse(Answer):
-    """A run's part of its trainer, or of its engines together.
-
-    The workers waited for `queue_seconds`, started for `start_seconds` and were awake for
-    `run_seconds`. Runs may share workers. `share` is this run's part of their computing, and
-    `compute_seconds` its own computing. `duty` is `compute_seconds` by `run_seconds`.
-    `cpu_seconds`, `cpu_average` (in cores) and `gpu_average` are the run's part. Peaks are those
-    of the workers. Utilisation is from 0 to 1. It is `measured` of the workers' processes
-    (`process`), or of their devices while awake, with other processes on them (`shared`). Unknown
-    values are null."""
-
-    queue_seconds: float
-    start_seconds: float
-    run_seconds: float
-    compute_seconds: float
-    duty: float | None
-    share: float
-    cpu_seconds: float | None
-    cpu_average: float | None
-    memory_peak_bytes: int | None
-    gpu_average: float | None
-    gpu_peak: float | None
-    gpu_memory_peak_bytes: int | None
-    measured: str | None
-
-
-class RunUse(Answer):
-    """`trainer` and `sampler` are null without such workers. The run trained `training_tokens`.
-    Samples from its weights read `prompt_tokens`, `cached_tokens` of them from the prefix cache,
-    and returned `sampled_tokens`."""
-
-    run_id: str
-    trainer: WorkerUse | None
-    sampler: WorkerUse | None
-    training_tokens: int
-    prompt_tokens: int
-    cached_tokens: int
-    sampled_tokens: int
-    checkpoint_bytes: int
-    record_bytes: int
-
-
 @router.operation("GET", "/runs/{run_id}/usage", role="reader", errors=[UnknownRun])
 async def run_usage(run_id: PathText, access: AccessDep) -> RunUse:
     """Return the seconds, processors, devices, memory, tokens and bytes of a run."""
     gateway = access.gateway
-    run = await gateway.run_records.run(run_id, access.caller, scope="accessible")
-    if not access.caller.may_see(run.owner):  # a published checkpoint does not show this
-        raise unknown_run(run_id)
+    await own_run(run_id, access)
     gateway.write_usage()
-    found = await gateway.run_resources.read_resources(run_id)
-    workers = {
-        name: WorkerUse.of(part) if (part := getattr(found, name)) is not None else None
-        for name in ("trainer", "sampler")
-    }
-    return RunUse.of(found, **workers)
+    return await read_run_use(gateway.database, run_id)
 
 
 @router.operation("GET", "/usage", role="reader")

@@ -27,15 +27,16 @@ WORKER_SUMS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerResources:
-    """A run's part of its trainer or of its engines.
+class WorkerUse:
+    """A run's part of its trainer, or of its engines together.
 
-    Workers waited for `queue_seconds`, started for `start_seconds` and were awake for
-    `run_seconds`. `compute_seconds` are the run's own. `duty` is their part of `run_seconds`.
-    `share` is the run's part of all computing: it bounds `cpu_seconds`, `cpu_average` (in cores)
-    and `gpu_average`. Peaks are the workers'. Utilisation is from 0 to 1. `measured` tells whose
-    it is: the worker's processes (`process`), or all on its devices (`shared`). Unknown values are
-    None."""
+    The workers waited for `queue_seconds`, started for `start_seconds` and were awake for
+    `run_seconds`. Runs may share workers. `share` is this run's part of their computing, and
+    `compute_seconds` its own computing. `duty` is `compute_seconds` by `run_seconds`.
+    `cpu_seconds`, `cpu_average` (in cores) and `gpu_average` are the run's part. Peaks are those
+    of the workers. Utilisation is from 0 to 1. It is `measured` of the workers' processes
+    (`process`), or of their devices while awake, with other processes on them (`shared`). Unknown
+    values are null."""
 
     queue_seconds: float
     start_seconds: float
@@ -53,10 +54,14 @@ class WorkerResources:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunResources:
+class RunUse:
+    """`trainer` and `sampler` are null without such workers. The run trained `training_tokens`.
+    Samples from its weights read `prompt_tokens`, `cached_tokens` of them from the prefix cache,
+    and returned `sampled_tokens`."""
+
     run_id: str
-    trainer: WorkerResources | None
-    sampler: WorkerResources | None
+    trainer: WorkerUse | None
+    sampler: WorkerUse | None
     training_tokens: int
     prompt_tokens: int
     cached_tokens: int
@@ -65,71 +70,65 @@ class RunResources:
     record_bytes: int
 
 
-class RunResourceReader:
-    def __init__(self, *, database: Database) -> None:
-        self._database = database
-
-    async def read_resources(self, run_id: str) -> RunResources:
-        """Return the resources of an existing run."""
-        await self._database.flush()
-        (run,) = await self._database.read(select(runs).where(runs.c.id == run_id))
-        host, session_id, model = run["host"] or run_id, run["session_id"], run["base_model"]
-        ranks = (run["asks"] or {}).get("ranks", 1)
-        together = select(runs.c.id).where((runs.c.host == host) | (runs.c.id == host))
-        sampled = usage.c.event == "sample"
-        own = usage.c.run_id == run_id
-        session = (usage.c.session_id == session_id) & (usage.c.base_model == model)
-        seconds = usage.c.accelerator_seconds
-        sums = {
-            "training_tokens": case((own & ~sampled, usage.c.input_tokens), else_=0),
-            "prompt_tokens": case((own & sampled, usage.c.input_tokens), else_=0),
-            "cached_tokens": case((own & sampled, usage.c.cached_tokens), else_=0),
-            "sampled_tokens": case((own & sampled, usage.c.output_tokens), else_=0),
-            "trained": case((own & ~sampled, seconds), else_=0.0),
-            "trained_by_all": case((~sampled, seconds), else_=0.0),
-            "sampled": case((own & sampled & session, seconds), else_=0.0),
-            "sampled_by_all": case((sampled & session, seconds), else_=0.0),
-        }
-        (used,) = await self._database.read(
-            select(
-                *(func.coalesce(func.sum(each), 0).label(name) for name, each in sums.items())
-            ).where(usage.c.run_id.in_(together) | session)
+async def read_run_use(database: Database, run_id: str) -> RunUse:
+    """Return the use of an existing run."""
+    await database.flush()
+    (run,) = await database.read(select(runs).where(runs.c.id == run_id))
+    host, session_id, model = run["host"] or run_id, run["session_id"], run["base_model"]
+    ranks = (run["asks"] or {}).get("ranks", 1)
+    together = select(runs.c.id).where((runs.c.host == host) | (runs.c.id == host))
+    sampled = usage.c.event == "sample"
+    own = usage.c.run_id == run_id
+    session = (usage.c.session_id == session_id) & (usage.c.base_model == model)
+    seconds = usage.c.accelerator_seconds
+    sums = {
+        "training_tokens": case((own & ~sampled, usage.c.input_tokens), else_=0),
+        "prompt_tokens": case((own & sampled, usage.c.input_tokens), else_=0),
+        "cached_tokens": case((own & sampled, usage.c.cached_tokens), else_=0),
+        "sampled_tokens": case((own & sampled, usage.c.output_tokens), else_=0),
+        "trained": case((own & ~sampled, seconds), else_=0.0),
+        "trained_by_all": case((~sampled, seconds), else_=0.0),
+        "sampled": case((own & sampled & session, seconds), else_=0.0),
+        "sampled_by_all": case((sampled & session, seconds), else_=0.0),
+    }
+    (used,) = await database.read(
+        select(
+            *(func.coalesce(func.sum(each), 0).label(name) for name, each in sums.items())
+        ).where(usage.c.run_id.in_(together) | session)
+    )
+    workers = await database.read(
+        select(worker_use).where(
+            (worker_use.c.key == host) | (worker_use.c.session_id == session_id)
         )
-        workers = await self._database.read(
-            select(worker_use).where(
-                (worker_use.c.key == host) | (worker_use.c.session_id == session_id)
-            )
+    )
+    lora = run["training"].get("lora") is not None
+    engine = re.compile(rf"{re.escape(f'{session_id}/{model}')}/{'[1-9]' if lora else '0'}")
+    expires_at = checkpoints.c.expires_at
+    stored = await database.read_value(
+        select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
+            checkpoints.c.run_id == run_id, expires_at.is_(None) | (expires_at > time.time())
         )
-        lora = run["training"].get("lora") is not None
-        engine = re.compile(rf"{re.escape(f'{session_id}/{model}')}/{'[1-9]' if lora else '0'}")
-        expires_at = checkpoints.c.expires_at
-        stored = await self._database.read_value(
-            select(func.coalesce(func.sum(checkpoints.c.bytes), 0)).where(
-                checkpoints.c.run_id == run_id, expires_at.is_(None) | (expires_at > time.time())
-            )
-        )
-        record = await self._database.read(
-            select(run_records.c.bytes).where(run_records.c.run_id == run_id)
-        )
-        return RunResources(
-            run_id=run_id,
-            trainer=_part(
-                [row for row in workers if row["key"] == host],
-                float(used["trained"]) / ranks,
-                float(used["trained_by_all"]) / ranks,
-            ),
-            sampler=_part(
-                [row for row in workers if row["kind"] == "engine" and engine.match(row["key"])],
-                float(used["sampled"]) / ranks,
-                float(used["sampled_by_all"]) / ranks,
-            ),
-            checkpoint_bytes=int(stored),
-            record_bytes=sum(row["bytes"] for row in record),
-            **{name: int(used[name]) for name in list(sums)[:4]},
-        )
+    )
+    record = await database.read(select(run_records.c.bytes).where(run_records.c.run_id == run_id))
+    return RunUse(
+        run_id=run_id,
+        trainer=_part(
+            [row for row in workers if row["key"] == host],
+            float(used["trained"]) / ranks,
+            float(used["trained_by_all"]) / ranks,
+        ),
+        sampler=_part(
+            [row for row in workers if row["kind"] == "engine" and engine.match(row["key"])],
+            float(used["sampled"]) / ranks,
+            float(used["sampled_by_all"]) / ranks,
+        ),
+        checkpoint_bytes=int(stored),
+        record_bytes=sum(row["bytes"] for row in record),
+        **{name: int(used[name]) for name in list(sums)[:4]},
+    )
 
 
-def _part(rows: list[RowMapping], own: float, of_all: float) -> WorkerResources | None:
+def _part(rows: list[RowMapping], own: float, of_all: float) -> WorkerUse | None:
     """Return a run's part of these workers, which computed `own` of `of_all` seconds for it."""
     if not rows:
         return None
@@ -143,7 +142,7 @@ def _part(rows: list[RowMapping], own: float, of_all: float) -> WorkerResources 
         name: max((row[name] for row in rows if row[name] is not None), default=None)
         for name in ("memory_peak", "gpu_peak", "gpu_memory_peak")
     }
-    return WorkerResources(
+    return WorkerUse(
         queue_seconds=total["queue_seconds"],
         start_seconds=total["start_seconds"],
         run_seconds=run_seconds,

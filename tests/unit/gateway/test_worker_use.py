@@ -7,7 +7,7 @@ from sqlalchemy import insert, select
 
 from gateway.metrics import Metrics
 from gateway.owners.auth.identity import Caller
-from gateway.owners.usage.run_resources import RunResourceReader
+from gateway.owners.usage.run_resources import read_run_use
 from gateway.runs.record.rows import RunRecords
 from gateway.storage.database import Database
 from gateway.storage.tables import runs, usage, worker_use
@@ -176,8 +176,7 @@ async def test_runs_of_one_trainer_share_it_by_their_computing_seconds(database)
     world.says(seconds=100, cpu_seconds=40, gpu_seconds=80, gpu_peak=1.0, gpu_bytes=50)
     world.now = 100.0
     await world.written()
-    reader = RunResourceReader(database=database)
-    mine, other = await reader.read_resources(RUN), await reader.read_resources(OTHER)
+    mine, other = await read_run_use(database, RUN), await read_run_use(database, OTHER)
     assert (mine.trainer.share, other.trainer.share) == (0.75, 0.25)
     assert (mine.trainer.compute_seconds, mine.trainer.duty) == (15.0, 0.15)
     assert (mine.trainer.cpu_average, other.trainer.cpu_average) == (0.3, 0.1)
@@ -195,7 +194,7 @@ async def test_a_run_without_a_measurement_has_no_numbers_instead_of_zeros(datab
     world.becomes("awake", at=0.0)
     world.now = 10.0
     await world.written()
-    trainer = (await RunResourceReader(database=database).read_resources(RUN)).trainer
+    trainer = (await read_run_use(database, RUN)).trainer
     assert (trainer.run_seconds, trainer.duty) == (10.0, 0.0)
     unknown = ("cpu_average", "memory_peak_bytes", "gpu_average", "gpu_peak", "measured")
     assert [getattr(trainer, name) for name in unknown] == [None] * 5
