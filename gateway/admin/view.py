@@ -30,7 +30,7 @@ from gateway.api.pages.run_views import RunViews
 from gateway.app import path_operations
 from gateway.core import Gateway
 from gateway.metrics import Metrics
-from gateway.owners.auth.identity import Caller, Identity
+from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import NewKey
 from gateway.runs.record.reader import read_identity, read_index
 from gateway.runs.stopping import Stop
@@ -42,24 +42,6 @@ from tandem.protocol.worker import TrainingSpec
 from tandem.settings.gateway import GatewaySettings
 
 _ROUTERS = (sign_in.router, runs.router, run.router, compare.router, rollouts.router)
-_PAGES = (("/", "Runs"),)
-
-
-class Viewer(Caller):
-    """Sees everything and changes nothing."""
-
-    @property
-    def may_change(self) -> bool:
-        return False
-
-
-class OneViewer(Identity):
-    """Takes everybody for the viewer, who has a key in the temporary database."""
-
-    viewer: Viewer
-
-    def identify(self, credential: bytes) -> Caller:
-        return self.viewer
 
 
 def view_app(data_dir: Path, *, ready: Callable[[], None]) -> FastAPI:
@@ -89,7 +71,7 @@ def view_app(data_dir: Path, *, ready: Callable[[], None]) -> FastAPI:
                 await gateway.database.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
-    app.state.pages, app.state.files_only = _PAGES, True
+    app.state.files_only = True
     app.state.inference = SimpleNamespace(
         tokenizer=lru_cache(maxsize=8)(lambda model: ModelTokenizer(model.name, Path(model.path)))
     )
@@ -129,9 +111,8 @@ async def _gateway(temporary: Path, data_dir: Path) -> Gateway:
     await gateway.database.open()
     await gateway.keys.open()
     key, _ = await gateway.keys.create(NewKey(owner="viewer", role="reader"))
-    identity = OneViewer(keys=gateway.keys, signing_key=gateway.signing_key)
-    identity.viewer = Viewer(owner="viewer", key_id=key.id, role="admin")
-    gateway.identity = identity
+    viewer = Caller(owner="viewer", key_id=key.id, role="admin")  # sees all runs
+    gateway.identity.identify = lambda credential: viewer  # type: ignore[method-assign]
     await gateway.models.discover_models()
     return gateway
 

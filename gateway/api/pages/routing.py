@@ -12,12 +12,12 @@ from urllib.parse import quote, unquote_to_bytes
 from fastapi import Depends
 from fastapi.exceptions import RequestValidationError
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from gateway.api.dependencies import Access
 from gateway.api.pages.run_views import RunViews
-from gateway.api.pages.templates import render
+from gateway.api.pages.templates import HEADERS, fragment
 from gateway.api.request_body import FORM_BODY, JSON, BodyBounds, BoundedRequest, fault
 from gateway.api.routing import BOUNDS, KEY_REFUSED, PathOperation, Responses, Router, identify
 from gateway.core import Gateway
@@ -38,9 +38,6 @@ _MOST_FIELDS = 100
 _PIECE = 16 * 2**10
 _STREAM = "live_stream"
 _SIGN_IN = "/sign-in"
-_PAGES = (("/", "Runs"), ("/devices", "Devices"), ("/chat", "Chat"))
-"""The navigation of a gateway. `tandem view` has its own in `app.state.pages`. With
-`app.state.files_only` a run has no checkpoints, events and usage."""
 
 
 class PageOperation(PathOperation):
@@ -128,16 +125,17 @@ PageDep = Annotated[Page, Depends(_page)]
 
 
 def render_for(request: Request, template: str, *, status: int = 200, **data: object) -> Response:
+    """Return a page, which no cache keeps, because the next person may not see it. With
+    `app.state.files_only` there are only runs, without checkpoints, events and usage."""
     token = page_token(request)
     about: dict[str, object] = {
         "caller": getattr(request.state, "caller", None),
-        "pages": getattr(request.app.state, "pages", _PAGES),
         "files_only": getattr(request.app.state, "files_only", False),
         "form_token": form_token(token) if token else "",
         "path": request.url.path,
-        "address": request.url.path + (f"?{request.url.query}" if request.url.query else ""),
     }
-    return render(template, status=status, **{**about, **data})
+    text = fragment(template, **{**about, **data})
+    return HTMLResponse(text, status, headers={**HEADERS, "Cache-Control": "no-store"})
 
 
 def cookie_name(request: Request) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import Query
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 
 from gateway.api.fields import PathText
 from gateway.api.pages.routing import (
@@ -42,8 +42,7 @@ async def static_file(name: PathText) -> Response:
     file = static_files().get(name)
     if file is None:
         raise HTTPException(404)
-    headers = {**HEADERS, "Cache-Control": _FOREVER}
-    return Response(file.content, media_type=file.media_type, headers=headers)
+    return FileResponse(file, headers={**HEADERS, "Cache-Control": _FOREVER})
 
 
 @router.operation("GET", "/sign-in", role="none")

@@ -6,14 +6,11 @@ file by `static("page.css")`."""
 from __future__ import annotations
 
 import hashlib
-import mimetypes
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import jinja2
-from starlette.responses import HTMLResponse, Response
 
 from gateway.api.pages.texts import ago, clock, compact, figure, iso, visible
 from tandem import __version__
@@ -30,27 +27,15 @@ HEADERS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class StaticFile:
-    path: str
-    media_type: str
-    content: bytes
-
-
 @cache
-def static_files() -> Mapping[str, StaticFile]:
-    """Return the static files by the last part of their path, such as `page.1f2e3d4c.css`."""
-    return {PurePosixPath(each.path).name: each for _, each in _read_files()}
-
-
-def _read_files() -> Iterator[tuple[str, StaticFile]]:
+def static_files() -> Mapping[str, Path]:
+    """Return the static files by their name in an address, such as `page.1f2e3d4c5b6a.css`."""
+    found = dict[str, Path]()
     for file in sorted((_FOLDER / "static").rglob("*")):
         if file.suffix in (".css", ".js", ".svg"):
-            content = file.read_bytes()
-            digest = hashlib.sha256(content).hexdigest()[:12]
-            media_type = mimetypes.types_map[file.suffix]
-            path = f"/static/{file.stem}.{digest}{file.suffix}"
-            yield file.name, StaticFile(path, media_type, content)
+            digest = hashlib.sha256(file.read_bytes()).hexdigest()[:12]
+            found[f"{file.stem}.{digest}{file.suffix}"] = file
+    return found
 
 
 @cache
@@ -64,24 +49,12 @@ def environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    paths = {name: file.path for name, file in _read_files()}
-    found.filters.update(
-        ago=ago, clock=clock, compact=compact, iso=iso, number=figure, with_item=_with_item
-    )
+    paths = {file.name: f"/static/{name}" for name, file in static_files().items()}
+    found.filters.update(ago=ago, clock=clock, compact=compact, iso=iso, number=figure)
     found.globals.update(static=paths.__getitem__, version=__version__)
     return found
 
 
-def _with_item(items: Mapping[str, object], name: str, value: object) -> dict[str, object]:
-    return {**items, name: value}
-
-
 def fragment(template: str, **data: object) -> str:
-    """Return a part of a page."""
+    """Return a page or a part of one."""
     return environment().get_template(template).render(data)
-
-
-def render(template: str, *, status: int = 200, **data: object) -> Response:
-    """Return a page, which no cache keeps, because the next person may not see it."""
-    text = fragment(template, **data)
-    return HTMLResponse(text, status, headers={**HEADERS, "Cache-Control": "no-store"})

@@ -256,7 +256,7 @@ def _form(path: str, form: Mapping[str, str], headers: Mapping[str, str]) -> Cal
 _HOURS = "starting_on=2026-01-01T00:00:00Z&ending_before=2026-01-02T00:00:00Z"
 
 CALLS: Mapping[str, Callable[[World], Call]] = {
-    "static_file": lambda w: Call(next(iter(static_files().values())).path),
+    "static_file": lambda w: Call(f"/static/{next(iter(static_files()))}"),
     "sign_in_page": _get("/sign-in"),
     "sign_in": _sign_in,
     "sign_out": lambda w: _form("/sign-out", {}, {}),
