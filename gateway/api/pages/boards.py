@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
@@ -31,7 +31,7 @@ _LABELS: Mapping[str, str] = {
     "tandem/grad_norm": "Gradient norm",
     "tandem/tokens": "Tokens of a step",
 }
-_FIRST = list(_LABELS)
+_PLACES = {name: place for place, name in enumerate(_LABELS)}
 
 
 @dataclass(frozen=True)
@@ -55,46 +55,23 @@ def board_of(
     """Return the plots of runs by the title of their group. Curves that are None come later. A
     group has at most 24 drawn plots, unless `every` one is drawn."""
     names = {name for index in indexes for name in index.last if not name.startswith(SECONDS)}
-    return {
-        title: [
-            _plot(name, indexes, curves, marks, draw=every or place < _MOST_DRAWN)
-            for place, name in enumerate(group)
-        ]
-        for title, group in _grouped(names).items()
-        if group
+    groups: dict[str, list[Plot]] = {
+        "Reward": [],
+        "Measured by Tandem": [],
+        "Logged by the run": [],
     }
-
-
-def _grouped(names: Iterable[str]) -> dict[str, list[str]]:
-    groups: dict[str, list[str]] = {"Reward": [], "Measured by Tandem": [], "Logged by the run": []}
-    for name in sorted(names, key=lambda name: (_place(name), name)):
+    for name in sorted(names, key=lambda name: (_PLACES.get(name, len(_PLACES)), name)):
         own = "Measured by Tandem" if name.startswith("tandem/") else "Logged by the run"
-        groups["Reward" if "reward" in name.lower() else own].append(name)
-    return groups
-
-
-def _place(name: str) -> int:
-    return _FIRST.index(name) if name in _LABELS else len(_FIRST)
-
-
-def _plot(
-    name: str,
-    indexes: Sequence[RecordIndex],
-    curves: Sequence[Mapping[str, Curve] | None],
-    marks: Sequence[Mark],
-    *,
-    draw: bool,
-) -> Plot:
-    label = _LABELS.get(name, name.removeprefix("tandem/"))
-    drawn = Markup() if draw else None
-    lines = [
-        (colour, found[name]) for colour, found in enumerate(curves, 1) if found and name in found
-    ]
-    if draw and lines:
-        drawn = line_chart(lines, title=label, marks=marks)
-    return Plot(
-        name=name,
-        label=label,
-        last=figure(indexes[0].last.get(name)) if len(indexes) == 1 else "",
-        drawn=drawn,
-    )
+        group = groups["Reward" if "reward" in name.lower() else own]
+        label = _LABELS.get(name, name.removeprefix("tandem/"))
+        lines = [
+            (colour, found[name])
+            for colour, found in enumerate(curves, 1)
+            if found and name in found
+        ]
+        drawn = None
+        if every or len(group) < _MOST_DRAWN:
+            drawn = line_chart(lines, title=label, marks=marks) if lines else Markup()
+        last = figure(indexes[0].last.get(name)) if len(indexes) == 1 else ""
+        group.append(Plot(name, label, last, drawn))
+    return {title: group for title, group in groups.items() if group}

@@ -14,7 +14,6 @@ from gateway.api.pages.charts import COLOURS
 from gateway.api.pages.routing import PageDep, PageRouter
 from gateway.api.pages.run_views import flat
 from gateway.api.tandem.runs import own_run
-from gateway.runs.record.progress import RecordIndex
 from tandem.errors import InvalidRequest, UnknownRun
 
 router = PageRouter()
@@ -38,17 +37,15 @@ async def compare_page(
     if not 2 <= len(ids) <= COLOURS:
         raise InvalidRequest(f"you chose {len(ids)} runs; choose 2 to {COLOURS} in the list")
     found = [await own_run(run_id, page) for run_id in ids]
-    indexes = await page.gateway.record.summaries(ids)
     curves = [await page.views.curves(run_id, None, POINTS) for run_id in ids]
     rows = await page.views.rows(found)
 
     def draw() -> Response:
         settings = [flat(each.identity.config) for each in found]
-        shown = [indexes.get(each, RecordIndex(each)) for each in ids]
         return page.render(
             "compare.html",
-            runs=rows,
-            board_groups=board_of(shown, curves, every=all),
+            rows=rows,
+            board_groups=board_of([row.index for row in rows], curves, every=all),
             different=_table(settings, differs=True),
             same=_table(settings, differs=False),
             all_at="?" + urlencode([*(("run", each) for each in ids), ("all", "1")]),

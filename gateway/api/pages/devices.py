@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from fastapi import Query
@@ -22,34 +22,25 @@ _HOUR = 3600.0
 
 @dataclass(frozen=True)
 class DeviceWorker:
-    """A worker on a group or in the queue. Another owner's has no name, reason or bytes. `part` is
-    its part of the devices' memory, from 0 to 100."""
+    """A worker on a group or in the queue. Another owner's has no `about`. `part` is its part of
+    the devices' memory, from 0 to 100, and begins at `x`."""
 
     name: str
     run: str
-    kind: str
-    owner: str
     state: str
     position: int
-    seconds: float
-    expected_seconds: float
-    reason: str
-    device_bytes: int
-    host_bytes: int
-    x: float
-    part: float
+    about: Standing | None
+    x: float = 0.0
+    part: float = 0.0
 
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """`bytes` is the memory of all its devices, 0 if unknown."""
+    """`bytes` is the memory of all its devices, 0 if unknown, and `used` the known part in use."""
 
-    name: str
-    devices: Sequence[str]
-    on_host: bool
-    drained: bool
-    awake: int
+    group: WorkerGroup
     bytes: int
+    used: int
     workers: Sequence[DeviceWorker]
 
 
@@ -64,7 +55,7 @@ async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)]
     names = await worker_names(gateway.database, caller, sessions)
     groups = [overview.groups[group.name] for group in gateway.groups()]
     shown = [_group(each, standings(overview, each), names) for each in groups]
-    queue = [_worker(each, names, x=0.0, whole=0) for each in applicants(overview)]
+    queue = [_worker(each, names) for each in applicants(overview)]
 
     def draw() -> Response:
         return page.render(
@@ -80,37 +71,23 @@ async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)]
 
 def _group(group: WorkerGroup, found: Sequence[Standing], names: WorkerNames) -> DeviceGroup:
     whole = group.device_bytes * (1 if group.on_host else max(1, len(group.devices)))
-    workers, x = list[DeviceWorker](), 0.0
+    workers, x, used = list[DeviceWorker](), 0.0, 0
     for each in found:
-        workers.append(_worker(each, names, x=x, whole=whole))
-        x += workers[-1].part
-    return DeviceGroup(
-        name=group.name,
-        devices=group.devices,
-        on_host=group.on_host,
-        drained=group.drained,
-        awake=group.awake,
-        bytes=whole,
-        workers=workers,
-    )
+        worker = _worker(each, names)
+        size = each.bytes.device if worker.about else 0
+        part = 100 * min(1.0, size / whole) if whole else 0.0
+        workers.append(replace(worker, x=round(x, 2), part=round(part, 2)))
+        x, used = x + part, used + size
+    return DeviceGroup(group, whole, used, workers)
 
 
-def _worker(standing: Standing, names: WorkerNames, *, x: float, whole: int) -> DeviceWorker:
-    row, seen = standing.row, names.caller.may_see(standing.row.owner)
+def _worker(standing: Standing, names: WorkerNames) -> DeviceWorker:
+    row = standing.row
     name, run = names.of(row.key, row.kind, row.owner)
-    used = standing.bytes.device if seen else 0
     return DeviceWorker(
         name=name,
         run=run,
-        kind=row.kind if seen else "",
-        owner=row.owner if seen else "",
         state=standing.state.replace("_", " "),
         position=standing.position,
-        seconds=standing.seconds if seen else 0.0,
-        expected_seconds=standing.expected_seconds if seen else 0.0,
-        reason=standing.reason if seen else "",
-        device_bytes=used,
-        host_bytes=standing.bytes.host if seen else 0,
-        x=round(x, 2),
-        part=round(100 * min(1.0, used / whole), 2) if whole else 0.0,
+        about=standing if names.caller.may_see(row.owner) else None,
     )

@@ -37,10 +37,9 @@ class Bar:
 
 @dataclass(frozen=True)
 class Lane:
-    """`y` is its upper edge. `run` is "" for an engine of no run, and for another owner's."""
+    """`y` is its upper edge."""
 
     name: str
-    run: str
     y: int
     bars: Sequence[Bar]
 
@@ -117,7 +116,7 @@ def charts(
 ) -> list[Chart]:
     """Return one chart for each group, by name. Workers without a group are in the last one."""
     bars: defaultdict[tuple[str, str], list[Bar]] = defaultdict(list)
-    labels: dict[str, tuple[str, str]] = {}
+    labels: dict[str, str] = {}
     lasting: dict[str, RowMapping] = {}
 
     def end(row: RowMapping, at: float, busy: float) -> None:
@@ -136,7 +135,7 @@ def charts(
         )
 
     for row in events:
-        labels[row["key"]] = names.of(row["key"], row["kind"], row["owner"])
+        labels[row["key"]], _ = names.of(row["key"], row["kind"], row["owner"])
         if (before := lasting.pop(row["key"], None)) is not None:
             end(before, row["at"], row["busy_seconds"])
         if row["state"] != "gone":
@@ -151,7 +150,7 @@ def charts(
 def _chart(
     group: str,
     bars: Mapping[tuple[str, str], Sequence[Bar]],
-    labels: Mapping[str, tuple[str, str]],
+    labels: Mapping[str, str],
     ticks: Sequence[tuple[float, float]],
 ) -> Chart:
     keys = sorted(
@@ -159,7 +158,7 @@ def _chart(
     )
     shown = keys[-_MOST_LANES:]
     lanes = [
-        Lane(*labels[key], y=_TOP + number * _ROW, bars=_drawable(bars[group, key]))
+        Lane(labels[key], y=_TOP + number * _ROW, bars=_drawable(bars[group, key]))
         for number, key in enumerate(shown)
     ]
     height = _TOP + len(lanes) * _ROW

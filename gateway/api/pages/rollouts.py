@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeGuard
+from typing import Annotated, Literal
 
 import orjson
 from fastapi import Path, Query
@@ -28,23 +27,6 @@ _PAGE = 25
 _EXCERPT, _MOST_CHARACTERS, _MOST_TOKENS = 400, 20_000, 4000
 """Characters in the list, and characters of a field and tokens in a rollout before "show all"."""
 _SHOWN = ("prompt", "answer", "tokens", "logprobs", "advantages", "index", "step", "at")
-
-
-@dataclass(frozen=True)
-class RolloutToken:
-    """`shade` is a class of `tokens.css`, "" without colour."""
-
-    text: str
-    shade: str
-    title: str
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text, cut after `_MOST_CHARACTERS`. `role` is that of a message, "" for plain text."""
-
-    role: str
-    text: str
 
 
 @router.operation("GET", "/runs/{run_id}/rollouts", role="reader", errors=[UnknownRun])
@@ -102,7 +84,7 @@ async def rollout_page(
         _tokens, request, run.base_model, rollout, colour, None if whole else _MOST_TOKENS
     )
     others = {name: _text(value) for name, value in rollout.items() if name not in _SHOWN}
-    long = (len(_text(rollout.get(name))) for name in ("prompt", "answer"))
+    texts = (_text(rollout.get("prompt")), _text(rollout.get("answer")), *others.values())
     return page.render(
         "rollout.html",
         run=run,
@@ -113,21 +95,21 @@ async def rollout_page(
         tokens=shown,
         tokens_in_all=len(tokens),
         others={name: text[:most] for name, text in others.items()},
-        cut=len(tokens) > len(shown) or max(*long, *map(len, others.values()), 0) > most,
+        cut=len(tokens) > len(shown) or any(len(text) > most for text in texts),
         colour=colour,
         colours=[
-            (name, label)
-            for name, label in (("logprob", "logprobs"), ("advantage", "advantages"))
-            if tokens and len(_list(rollout, label)) == len(tokens)
+            name
+            for name in ("logprob", "advantage")
+            if tokens and len(_list(rollout, f"{name}s")) == len(tokens)
         ],
     )
 
 
 def _tokens(
     request: Request, base_model: str, rollout: Rollout, colour: Colour, most: int | None
-) -> list[RolloutToken]:
-    """Return the tokens' texts and shades, in a thread. Without the model's tokenizer, the text is
-    the id."""
+) -> list[tuple[str, str, str]]:
+    """Return each token's text, its class of `tokens.css` or "", and its title, in a thread.
+    Without the model's tokenizer, the text is the id."""
     ids = _list(rollout, "tokens")
     values = _list(rollout, f"{colour}s") if colour else []
     if len(values) != len(ids):
@@ -136,34 +118,21 @@ def _tokens(
     largest = max(numbers, default=0.0) or 1.0
     try:
         model = request.app.state.gateway.models.get(base_model)
-        texts = request.app.state.inference.tokenizer(model).token
+        tokenizer = request.app.state.inference.tokenizer(model)
     except (UnknownModel, UnsupportedInput):
-        texts = _no_text
-    return [
-        RolloutToken(
-            text=found.text if _is_id(id_) and (found := texts(id_)) else f"{id_} ",
-            shade=_shade(value, colour, largest),
-            title=f"token {id_}" + (f", {colour} {value:.4g}" if _is_number(value) else ""),
-        )
-        for id_, value in zip(ids[:most], values[:most], strict=True)
-    ]
+        tokenizer = None
+    shown = []
+    for id_, value in zip(ids[:most], values[:most], strict=True):
+        known = tokenizer and isinstance(id_, int) and 0 <= id_ < 2**31
+        token = tokenizer.token(id_) if known else None
+        shade, title = "", f"token {id_}"
+        if isinstance(value, int | float):
+            shade, title = _shade(value, colour, largest), f"{title}, {colour} {value:.4g}"
+        shown.append((token.text if token else f"{id_} ", shade, title))
+    return shown
 
 
-def _no_text(_id: int) -> None:
-    return None
-
-
-def _is_id(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and 0 <= value < 2**31
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
-
-
-def _shade(value: object, colour: Colour, largest: float) -> str:
-    if not isinstance(value, int | float):
-        return ""
+def _shade(value: float, colour: Colour, largest: float) -> str:
     if colour == "logprob":
         return f"l{shade_of(value)}"
     level = round(5 * abs(value) / largest)
@@ -177,17 +146,18 @@ def _list(rollout: Rollout, name: str) -> Sequence[object]:
 
 def _excerpt(rollout: Rollout, name: str) -> str:
     passages = _passages(rollout.get(name), _EXCERPT)
-    return " ".join(" ".join(passage.text for passage in passages[-2:]).split())[:_EXCERPT]
+    return " ".join(" ".join(text for _, text in passages[-2:]).split())[:_EXCERPT]
 
 
-def _passages(value: object, most: int) -> list[Passage]:
-    """Return a text, or the texts of a list of messages. Other values are JSON."""
+def _passages(value: object, most: int) -> list[tuple[str, str]]:
+    """Return a text without a role, or the roles and texts of messages, each text with `most`
+    characters. Other values are JSON."""
     if value in (None, ""):
         return []
     messages = [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
     if messages and all(isinstance(one.get("content"), str) for one in messages):
-        return [Passage(str(one.get("role", "")), one["content"][:most]) for one in messages]
-    return [Passage("", _text(value)[:most])]
+        return [(str(one.get("role", "")), one["content"][:most]) for one in messages]
+    return [("", _text(value)[:most])]
 
 
 def _text(value: object) -> str:

@@ -14,7 +14,7 @@ from gateway.api.fields import PathText
 from gateway.api.pages.boards import POINTS, board_of
 from gateway.api.pages.live import Changes, live_response
 from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
-from gateway.api.pages.run_facts import SHARES, read_facts
+from gateway.api.pages.run_facts import read_facts
 from gateway.api.pages.run_views import flat
 from gateway.api.pages.templates import fragment
 from gateway.api.request_body import FORM_BODY, JSON
@@ -55,7 +55,6 @@ async def run_page(
         return page.render(
             "run.html",
             facts=facts,
-            shares=SHARES,
             board_groups=board_of([facts.index], [curves], marks=facts.marks, every=all),
             config=flat(run.identity.config),
             relatives=relatives,
@@ -106,7 +105,7 @@ async def live_run(
         facts = await read_facts(page.gateway, page.views, run)
 
         def draw() -> dict[str, str]:
-            about = {"facts": facts, "shares": SHARES, "caller": page.caller}
+            about = {"facts": facts, "caller": page.caller}
             return {part: fragment(f"{part}.html", **about) for part in _PARTS}
 
         return Changes(_text(end), await page.draw(draw), points)

@@ -15,7 +15,7 @@ from gateway.core import Gateway
 from gateway.owners.limits import Ledger
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.lineage import Ancestor
-from gateway.runs.record.progress import RecordIndex, StepProgress
+from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rows import RunRecord
 from gateway.storage.fair_queue import FairSemaphore
 
@@ -33,25 +33,15 @@ _DRAWING = 2
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the list. `state` is a word, and `why` a sentence or "". `main` is the name and the
-    newest value of its main metric. Times are in seconds since 1970."""
+    """A run in the list. `state` is a word, and `why` a sentence or "". `main` is the name of its
+    main metric."""
 
-    id: str
-    name: str
-    owner: str
-    base_model: str
+    run: RunRecord
+    index: RecordIndex
     state: str
     why: str
-    tags: Sequence[str]
-    progress: StepProgress | None
-    main: tuple[str, float | str] | None
+    main: str | None
     spark: Markup
-    created_at: float
-    updated_at: float
-
-    @property
-    def lasts(self) -> bool:
-        return self.state not in ("ended", "failed")
 
 
 class RunViews:
@@ -72,11 +62,9 @@ class RunViews:
 
     async def rows(self, found: Sequence[RunRecord]) -> list[RunRow]:
         indexes = await self._gateway.record.summaries([run.id for run in found])
-        sparks = await asyncio.gather(*(self._spark(run.id, indexes) for run in found))
-        return [
-            self._row(run, indexes.get(run.id, RecordIndex(run.id)), spark)
-            for run, spark in zip(found, sparks, strict=True)
-        ]
+        return await asyncio.gather(
+            *(self._row(run, indexes.get(run.id, RecordIndex(run.id))) for run in found)
+        )
 
     async def curves(
         self,
@@ -99,37 +87,21 @@ class RunViews:
             return "starting", why
         return ("waiting" if why else "running" if live.dispatcher.queued else "idle"), why
 
-    def _row(self, run: RunRecord, index: RecordIndex, spark: Markup) -> RunRow:
+    async def _row(self, run: RunRecord, index: RecordIndex) -> RunRow:
         state, why = self.state_of(run)
-        main = main_metric(index.last)
-        return RunRow(
-            id=run.id,
-            name=run.identity.name or run.id,
-            owner=run.owner,
-            base_model=run.base_model,
-            state=state,
-            why=why,
-            tags=run.identity.tags or (),
-            progress=index.progress(run.identity.config),
-            main=(main, index.last[main]) if main else None,
-            spark=spark,
-            created_at=run.created_at,
-            updated_at=index.updated_at or run.last_request_at,
-        )
+        main = _main_metric(index.last)
+        spark = await self._spark(index, main) if main else Markup()
+        return RunRow(run, index, state, why, main, spark)
 
-    async def _spark(self, run_id: str, indexes: Mapping[str, RecordIndex]) -> Markup:
-        index = indexes.get(run_id)
-        name = main_metric(index.last) if index is not None else None
-        if index is None or name is None:
-            return Markup()
-        rows, drawn = self._sparks.get(run_id, (-1, Markup()))
+    async def _spark(self, index: RecordIndex, name: str) -> Markup:
+        rows, drawn = self._sparks.get(index.run_id, (-1, Markup()))
         if rows == index.rows:
             return drawn
-        curves = await self.curves(run_id, [name], _SPARK_POINTS)
+        curves = await self.curves(index.run_id, [name], _SPARK_POINTS)
         if curves is None:
             return drawn
         drawn = sparkline(curves[name].value.tolist()) if name in curves else Markup()
-        self._sparks[run_id] = (index.rows, drawn)
+        self._sparks[index.run_id] = (index.rows, drawn)
         if len(self._sparks) > _REMEMBERED:
             self._sparks.popitem(last=False)
         return drawn
@@ -150,7 +122,7 @@ class RunViews:
             task.exception()  # a waiting page raises it
 
 
-def main_metric(names: Iterable[str]) -> str | None:
+def _main_metric(names: Iterable[str]) -> str | None:
     """Return the metric that tells most about a run: its reward, else its loss."""
     rewards = [name for name in names if "reward" in name.lower()]
     losses = [name for name in names if "loss" in name.lower()]

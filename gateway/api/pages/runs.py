@@ -47,7 +47,7 @@ async def runs_page(
     asked = {key: value for key, value in (given | {"sort": sort}).items() if value}
     return page.render(
         "runs.html",
-        runs=await page.views.rows(found),
+        rows=await page.views.rows(found),
         everything=everything,
         total=total,
         offset=offset,
@@ -68,7 +68,7 @@ async def live_runs(
     async def look(_cursor: str) -> Changes:
         records = page.gateway.run_records
         rows = await page.views.rows(await records.of_ids(run, page.caller))
-        parts = {f"run-{row.id}": fragment("run_row.html", run=row) for row in rows}
+        parts = {f"run-{row.run.id}": fragment("run_row.html", row=row) for row in rows}
         _, now = await records.runs(page.caller, scope="accessible", limit=0, offset=0)
         parts["newer"] = fragment("newer.html", count=max(0, now - total))
         return Changes(parts=parts)

@@ -13,9 +13,10 @@ _INVISIBLE = re.compile(
 )
 
 
-def figure(value: float | str | None) -> str:
-    """Return a number with four significant digits, such as `0.1235`, `12,300` or `1.2e-06`."""
-    if value is None or isinstance(value, str) or not math.isfinite(value):
+def figure(value: object) -> str:
+    """Return a number with four significant digits, such as `0.1235`, `12,300` or `1.2e-06`, and
+    other values as text."""
+    if not isinstance(value, int | float) or not math.isfinite(value):
         return "–" if value is None else str(value)
     if value == int(value) and abs(value) < 1e7:
         return f"{int(value):,}"
