@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote
 
 import httpx
@@ -17,9 +17,11 @@ from tandem.cli.context import (
     TINKER_API,
     DataDir,
     JsonFlag,
+    Row,
     call,
     end_if_json,
     new_commands,
+    read_pages,
     say,
 )
 from tandem.cli.run_names import run_in_url
@@ -30,10 +32,7 @@ from tandem.weights.model_files import ties_head
 
 app = new_commands("Checkpoints: list, delete and export.")
 
-Rows = list[dict[str, Any]]
-
 _PREFIX = "tinker://"
-_PAGE = 1000
 _BLOCK_BYTES = 2**20
 _MERGE_TIMEOUT = 3600
 _PATH = typer.Argument(help="Such as tinker://RUN/sampler_weights/NAME.")
@@ -165,22 +164,18 @@ def export(
         say(f"Note: {note}.")
 
 
-def _newest(data_dir: Path | None, most: int | None) -> tuple[Rows, int]:
-    """Return the newest checkpoints, `None` for all of them, and how many there are."""
-    rows: Rows = []
-    while True:
-        page = _PAGE if most is None else min(_PAGE, most - len(rows))
-        where = f"checkpoints?limit={page}&offset={len(rows)}"
+def _newest(data_dir: Path | None, most: int | None) -> tuple[list[Row], int]:
+    def ask(limit: int, offset: int) -> tuple[list[Row], int]:
+        where = f"checkpoints?limit={limit}&offset={offset}"
         answer = call(data_dir, "GET", where, api=TINKER_API)
-        rows += answer["checkpoints"]
-        total = int(answer["cursor"]["total_count"])
-        if not answer["checkpoints"] or len(rows) >= min(total, most or total):
-            return rows, total
+        return answer["checkpoints"], answer["cursor"]["total_count"]
+
+    return read_pages(ask, most=most)
 
 
-def _of_run(data_dir: Path | None, run: str) -> Rows:
+def _of_run(data_dir: Path | None, run: str) -> list[Row]:
     where = f"training_runs/{run_in_url(data_dir, run)}/checkpoints"
-    rows: Rows = call(data_dir, "GET", where, api=TINKER_API)["checkpoints"]
+    rows: list[Row] = call(data_dir, "GET", where, api=TINKER_API)["checkpoints"]
     return rows
 
 

@@ -11,6 +11,7 @@ import os
 import ssl
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -62,9 +63,12 @@ out = new_console()
 err = new_console(stderr=True)
 
 Function = TypeVar("Function", bound=Callable[..., None])
+Found = TypeVar("Found")
+Row = dict[str, Any]
 
 OWN_API = "api/tandem/v1"
 TINKER_API = "api/v1"
+_PAGE = 1000
 URL_VARIABLE, KEY_VARIABLE = "TINKER_BASE_URL", "TINKER_API_KEY"
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
@@ -267,6 +271,36 @@ def call(
     target = chosen_gateway(data_dir)
     with explained(target), target.client(timeout=timeout) as client:
         return read_answer(target, client.request(method, f"{api}/{path}", json=body))
+
+
+def read_pages(
+    ask: Callable[[int, int], tuple[list[Row], int]], *, most: int | None
+) -> tuple[list[Row], int]:
+    """Return the first rows of a list, `None` for all of them, and how many there are.
+
+    `ask` takes a limit and an offset. It returns a page and the number of all rows."""
+    rows: list[Row] = []
+    while True:
+        page, total = ask(_PAGE if most is None else min(_PAGE, most - len(rows)), len(rows))
+        rows += page
+        if not page or len(rows) >= min(total, most or total):
+            return rows, total
+
+
+def watch(look: Callable[[], Found], *, pause: float) -> Iterator[Found]:
+    """Yield what `look` finds, again and again. A restart of the gateway is waited for."""
+    silent = False
+    while True:
+        try:
+            found = look()
+        except ServerError as error:
+            if not silent:
+                say_aside(f"{error.message} (waiting)")
+            silent = True
+        else:
+            silent = False
+            yield found
+        time.sleep(pause)
 
 
 @contextmanager

@@ -6,19 +6,17 @@ import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 from urllib.parse import quote
 
 import typer
 from rich.live import Live
 from rich.text import Text
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, out, say
+from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, new_commands, out, say
 from tandem.cli.tables import Column, byte_size, duration, id_column, show_table
 
 app = new_commands("Device groups: list them, drain one.")
-
-Row = dict[str, Any]
 
 _GROUPS = (
     Column("group"),

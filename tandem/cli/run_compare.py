@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from string import ascii_uppercase
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
+from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say
 from tandem.cli.run_charts import number, overlay_chart, points_of
 from tandem.cli.run_names import run_in_url
-from tandem.cli.run_values import SERVER, Row, done, flat, full_name, main_metric, step_of
+from tandem.cli.run_values import (
+    SERVER,
+    done,
+    flat,
+    full_name,
+    main_metric,
+    read_curves,
+    step_of,
+)
 from tandem.cli.tables import Column, printable, show_table
 from tandem.errors import UserError
 
@@ -40,7 +46,7 @@ def compare(
         raise UserError(f"name two to {len(ascii_uppercase)} runs; here are {len(runs)}")
     found = [call(data_dir, "GET", f"runs/{run_in_url(data_dir, run)}") for run in runs]
     names = _names(found, metric or [])
-    curves = [_curves(data_dir, run, names) for run in found]
+    curves = [read_curves(data_dir, run["id"], names) for run in found]
     best = {name: [_best(name, of_run.get(name)) for of_run in curves] for name in names}
     differing = _differences(found)
     end_if_json(
@@ -79,14 +85,6 @@ def _names(runs: Sequence[Row], given: Sequence[str]) -> list[str]:
         return [full_name(each, last) for each in given]
     main = main_metric(last)
     return [main] if main else []
-
-
-def _curves(data_dir: Path | None, run: Row, names: Sequence[str]) -> dict[str, Any]:
-    if not (asked := [("name", name) for name in names if name in run["last"]]):
-        return {}
-    answer = call(data_dir, "GET", f"runs/{run['id']}/metrics?{urlencode(asked)}")
-    metrics: dict[str, Any] = answer["metrics"]
-    return metrics
 
 
 def _best(name: str, curve: dict[str, Any] | None) -> Row | None:

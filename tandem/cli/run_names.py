@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 from urllib.parse import quote, urlencode
 
 import typer
 
-from tandem.cli.context import call
+from tandem.cli.context import Row, call, read_pages
 from tandem.cli.tables import moment, printable
 from tandem.errors import UnknownRun, UserError
 from tandem.settings.chosen_names import is_run_id
@@ -22,7 +22,6 @@ RunArgument = Annotated[
         "shows them.",
     ),
 ]
-_PAGE = 1000
 _MOST_SHOWN = 10
 
 
@@ -35,9 +34,9 @@ def run_id(data_dir: Path | None, given: str) -> str:
             f"{given!r} is not a run's name, nor an id such as s-0123456789ab:train:0; "
             "`tandem runs list` shows both"
         )
-    found = [run for run in list_pages(data_dir, {"name": given})[0] if run["name"] == given]
+    found = [run for run in list_runs(data_dir, {"name": given})[0] if run["name"] == given]
     if not found and given.startswith("s-"):
-        found = [run for run in list_pages(data_dir, {})[0] if run["id"].startswith(given)]
+        found = [run for run in list_runs(data_dir, {})[0] if run["id"].startswith(given)]
     if not found:
         raise UnknownRun(
             f"no run has the name {given!r}, or an id that begins with it; `tandem runs list` "
@@ -54,21 +53,19 @@ def run_in_url(data_dir: Path | None, given: str) -> str:
     return quote(run_id(data_dir, given), safe=":")
 
 
-def list_pages(
+def list_runs(
     data_dir: Path | None, filters: Mapping[str, str], *, most: int | None = None
-) -> tuple[list[dict[str, Any]], int]:
+) -> tuple[list[Row], int]:
     """Return the newest runs, `None` for all of them, and how many there are."""
-    runs: list[dict[str, Any]] = []
-    while True:
-        page = _PAGE if most is None else min(_PAGE, most - len(runs))
-        query = urlencode({**filters, "limit": page, "offset": len(runs)})
+
+    def ask(limit: int, offset: int) -> tuple[list[Row], int]:
+        query = urlencode({**filters, "limit": limit, "offset": offset})
         answer = call(data_dir, "GET", f"runs?{query}")
-        runs += answer["runs"]
-        total = int(answer["total_count"])
-        if not answer["runs"] or len(runs) >= min(total, most or total):
-            return runs, total
+        return answer["runs"], answer["total_count"]
+
+    return read_pages(ask, most=most)
 
 
-def _described(run: dict[str, Any]) -> str:
+def _described(run: Row) -> str:
     name = printable(run["name"])
     return f"{run['id']} ({name + ', ' if name else ''}{run['state']}, {moment(run['created_at'])})"

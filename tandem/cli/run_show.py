@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlencode
 
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say, say_aside
+from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say, say_aside, watch
 from tandem.cli.run_charts import bar_chart, number, points_of
 from tandem.cli.run_names import RunArgument, run_in_url
-from tandem.cli.run_values import SERVER, Row, done, flat, full_name, main_metric
+from tandem.cli.run_values import SERVER, done, flat, full_name, main_metric, read_curves
 from tandem.cli.tables import Column, moment, printable, show_table
-from tandem.errors import ServerError, UserError
 
 _CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
 _NEWEST_STEPS = 10
@@ -46,32 +43,39 @@ def show(
     With --metric, show that curve; with --follow, also its further values.
 
     Example: tandem runs show my-run --metric reward --follow"""
-    path = f"runs/{run_in_url(data_dir, run)}"
+    name = run_in_url(data_dir, run)
+    about = call(data_dir, "GET", f"runs/{name}")
     if metric or follow:
-        about = call(data_dir, "GET", path)
-        names = [full_name(name, about["last"], later=follow) for name in metric or []]
-        names = names or [name for name in (main_metric(about["last"]),) if name]
-        _show_curves(data_dir, path, names, last=last, follow=follow, as_json=as_json)
+        names = [full_name(each, about["last"], later=follow) for each in metric or []]
+        if follow:
+            _print_steps(_follow(data_dir, name, names, last=last), as_json=as_json)
+            return
+        curves = _curves(data_dir, name, names)
+        end_if_json(as_json, {"metrics": curves})
+        _say_curves(curves, last=last)
         return
-    answer = call(data_dir, "GET", f"{path}/steps?limit={last}")
-    answer["run"] = about = call(data_dir, "GET", path)
-    end_if_json(as_json, answer)
+    answer = call(data_dir, "GET", f"runs/{name}/steps?limit={last}")
+    end_if_json(as_json, answer | {"run": about})
     _say_about(about, answer)
     steps = answer["steps"]
     if shares := _time_shares(steps):
         say(shares)
-    main = main_metric(about["last"])
-    if main and not main.startswith(SERVER):
-        curve = _curves(data_dir, path, [main]).get(main)
-        _say_chart(main, points_of(curve)[-last:] if curve else [])
+    own = [each for each in _main(about) if not each.startswith(SERVER)]
+    _say_curves(_curves(data_dir, name, own), last=last)
     if not steps:
         say("No optimizer steps.")
         return
-    named = {name: [_metric(step, name) for step in steps] for name in _CHARTED}
-    shown = {name: values for name, values in named.items() if any(v is not None for v in values)}
-    for name, values in shown.items():
-        pairs = zip(steps, values, strict=True)
-        _say_chart(name, [(step["step"], value) for step, value in pairs if value is not None])
+    charted = {
+        name: [
+            (step["step"], value)
+            for step in steps
+            if (value := step["metrics"].get(name)) is not None
+        ]
+        for name in _CHARTED
+    }
+    for name, points in charted.items():
+        _say_chart(name, points)
+    shown = [name for name, points in charted.items() if points]
     say("")
     show_table(
         [
@@ -84,7 +88,7 @@ def show(
         [
             (
                 step["step"],
-                *(number(_metric(step, name)) for name in shown),
+                *(number(step["metrics"].get(name)) for name in shown),
                 step["tokens"],
                 f"{step['seconds']:.2f}",
                 step["weight_version"].rpartition("/")[2],
@@ -128,6 +132,11 @@ def _say_about(about: Row, answer: Row) -> None:
         say(_memory(memory))
 
 
+def _say_curves(curves: dict[str, Any], *, last: int) -> None:
+    for name, curve in curves.items():
+        _say_chart(name, points_of(curve)[-last:])
+
+
 def _say_chart(name: str, points: Sequence[tuple[int, float]]) -> None:
     if not points:
         return
@@ -137,25 +146,9 @@ def _say_chart(name: str, points: Sequence[tuple[int, float]]) -> None:
     say(bar_chart([value for _, value in points]))
 
 
-def _show_curves(
-    data_dir: Path | None,
-    path: str,
-    names: list[str],
-    *,
-    last: int,
-    follow: bool,
-    as_json: bool,
-) -> None:
-    curves = _curves(data_dir, path, names) if names else {}
-    if not follow:
-        end_if_json(as_json, {"metrics": curves})
-        if not names:
-            raise UserError("the run has no metrics yet; --follow waits for them")
-        for name in names:
-            _say_chart(name, points_of(curves[name])[-last:] if name in curves else [])
-        return
+def _print_steps(steps: Iterator[tuple[int, Row]], *, as_json: bool) -> None:
     with suppress(KeyboardInterrupt):
-        for step, values in _follow(data_dir, path, names, last=last):
+        for step, values in steps:
             if as_json:
                 print(orjson.dumps({"step": step, "values": values}).decode(), flush=True)
             else:
@@ -164,51 +157,39 @@ def _show_curves(
 
 
 def _follow(
-    data_dir: Path | None, path: str, names: list[str], *, last: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the newest steps, then further ones until the run ends. A restart of the gateway is
-    waited for."""
-    newest, seen, silent = -1, None, False
-    while True:
-        try:
-            about = call(data_dir, "GET", path)
-            names = names or [name for name in (main_metric(about["last"]),) if name]
-            state = (about["last"], about["progress"])
-            rows: dict[int, dict[str, Any]] = {}
-            if names and state != seen:
-                rows = _rows(_curves(data_dir, path, names), after=newest)
-            seen = state
-        except ServerError as error:
-            if not silent:
-                say_aside(f"{error.message} (waiting)")
-            silent = True
-            time.sleep(_POLL_SECONDS)
-            continue
-        silent = False
-        shown = sorted(rows)[-last:] if newest < 0 else sorted(rows)
-        yield from ((step, rows[step]) for step in shown)
-        newest = max([newest, *shown])
+    data_dir: Path | None, run: str, names: list[str], *, last: int
+) -> Iterator[tuple[int, Row]]:
+    """Yield the newest steps, then further ones until the run ends."""
+    newest, seen = -1, None
+
+    def look() -> tuple[Row, dict[str, Any]]:
+        about = call(data_dir, "GET", f"runs/{run}")
+        if (about["last"], about["progress"]) == seen:
+            return about, {}
+        return about, _curves(data_dir, run, names or _main(about))
+
+    for about, curves in watch(look, pause=_POLL_SECONDS):
+        names, seen = names or list(curves), (about["last"], about["progress"])
+        rows: defaultdict[int, Row] = defaultdict(dict)
+        for name, curve in curves.items():
+            for step, value in zip(curve["step"], curve["value"], strict=True):
+                if step > newest:
+                    rows[step][name] = value
+        for step in sorted(rows)[-last:] if newest < 0 else sorted(rows):
+            yield step, rows[step]
+        newest = max([newest, *rows])
         if about["state"] == "ended":
             say_aside(f"The run has ended: {about['reason'] or about['state']}")
             return
-        time.sleep(_POLL_SECONDS)
 
 
-def _curves(data_dir: Path | None, path: str, names: Sequence[str]) -> dict[str, Any]:
-    asked = [*(("name", name) for name in names), ("points", _MOST_POINTS), ("lineage", "true")]
-    query = urlencode(asked)
-    metrics: dict[str, Any] = call(data_dir, "GET", f"{path}/metrics?{query}")["metrics"]
-    return metrics
+def _main(about: Row) -> list[str]:
+    name = main_metric(about["last"])
+    return [name] if name else []
 
 
-def _rows(curves: dict[str, Any], *, after: int) -> dict[int, dict[str, Any]]:
-    """Return the values of the steps after one, by step."""
-    rows: dict[int, dict[str, Any]] = {}
-    for name, curve in curves.items():
-        for step, value in zip(curve["step"], curve["value"], strict=True):
-            if step > after:
-                rows.setdefault(step, {})[name] = value
-    return rows
+def _curves(data_dir: Path | None, run: str, names: Sequence[str]) -> dict[str, Any]:
+    return read_curves(data_dir, run, names, points=_MOST_POINTS, lineage="true")
 
 
 def _layout(ranks: int, *, replicas: int, together: int) -> str:
@@ -263,8 +244,3 @@ def _time_shares(steps: Sequence[Row]) -> str:
     shares = [(name, round(100 * value / whole)) for name, value in sums.most_common()]
     found = ", ".join(f"{name} {share} %" for name, share in shares if share)
     return f"where the time went: {found}" if found else ""
-
-
-def _metric(step: Row, name: str) -> float | None:
-    metrics: dict[str, float | None] = step["metrics"]
-    return metrics.get(name)

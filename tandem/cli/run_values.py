@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
+from tandem.cli.context import Row, call
 from tandem.cli.run_charts import number
 from tandem.cli.tables import duration
 from tandem.errors import UserError
 
-Row = dict[str, Any]
-
 SERVER = "tandem/"
 """The beginning of the names of the server's metrics."""
 _MAIN = ("reward", "loss")
+
+
+def read_curves(
+    data_dir: Path | None, run: str, names: Sequence[str], **options: object
+) -> dict[str, Any]:
+    """Return the run's curves with these names, as GET /runs/RUN/metrics has them."""
+    if not names:
+        return {}
+    query = urlencode([*(("name", name) for name in names), *options.items()])
+    metrics: dict[str, Any] = call(data_dir, "GET", f"runs/{run}/metrics?{query}")["metrics"]
+    return metrics
 
 
 def main_metric(last: Mapping[str, object]) -> str:

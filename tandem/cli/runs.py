@@ -1,23 +1,26 @@
-"""`tandem runs`: list runs, and set their names, tags and configurations.
+"""`tandem runs`: list, stop and name runs.
 
-`run_show` shows one, `run_compare` several, `run_export` writes a record, `run_stop` ends one."""
+`run_show` shows one, `run_compare` several, `run_export` writes a record."""
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
 import typer
 
-from tandem.cli import run_compare, run_export, run_show, run_stop
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, say
-from tandem.cli.run_names import RunArgument, list_pages, run_in_url
+from tandem.cli import run_compare, run_export, run_names, run_show
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, new_commands, say, say_aside
+from tandem.cli.run_names import RunArgument, run_in_url
 from tandem.cli.run_values import done, main_value, step_of
 from tandem.cli.tables import Column, moment, say_rest, show_table
 from tandem.errors import UserError
 
 app = new_commands("Training runs: list them, show their steps, compare, name and stop them.")
+
+_STOP_SECONDS, _POLL_SECONDS = 60.0, 0.5
 
 
 @app.command("list")
@@ -36,7 +39,7 @@ def list_runs(
     Example: tandem runs list --tag grpo --state active"""
     given = {"name": name, "tag": tag, "state": state, "owner": owner}
     filters = {key: value for key, value in given.items() if value}
-    runs, total = list_pages(data_dir, filters, most=None if every else limit)
+    runs, total = run_names.list_runs(data_dir, filters, most=None if every else limit)
     end_if_json(as_json, {"runs": runs, "total_count": total})
     show_table(
         [
@@ -104,9 +107,38 @@ def set_run(
     say(f"{answer['id']} has a new {' and a new '.join(changes)}.")
 
 
+@app.command("stop")
+def stop(
+    run: RunArgument,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Save no checkpoint, and do not wait for one.")
+    ] = False,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Stop a run, and free its trainer.
+
+    The running operation ends. Queued ones fail with run_stopped. Then the trainer saves the
+    checkpoint stopped-STEP. Ctrl-C ends only the waiting, and the run still stops.
+
+    Example: tandem runs stop my-run"""
+    path, body = f"runs/{run_in_url(data_dir, run)}/stop", {"discard": discard}
+    answer = call(data_dir, "POST", path, body=body, timeout=_STOP_SECONDS)
+    already = answer["already"]
+    if answer["state"] == "ending":
+        say_aside("Waiting for the running operation and the save …")
+    while answer["state"] == "ending":
+        time.sleep(_POLL_SECONDS)  # an answer may come at once
+        answer = call(data_dir, "POST", path, body=body, timeout=_STOP_SECONDS)
+    answer["already"] = already
+    end_if_json(as_json, answer)
+    say(f"{run} {'had already ended' if already else 'is stopped'}: {answer['reason']}")
+    if answer["checkpoint"] is not None:
+        say(f"Newest checkpoint: {answer['checkpoint']}")
+
+
 app.command("show")(run_show.show)
 app.command("compare")(run_compare.compare)
-app.command("stop")(run_stop.stop)
 app.command("export")(run_export.export)
 
 

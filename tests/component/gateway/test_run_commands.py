@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable
+from io import StringIO
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey
-from tandem.cli import run_show
+from tandem.cli import context
 from tandem.cli.main import app
 from tandem.errors import PermissionDenied, UnknownRun, UserError
 from tests.support.gateway.running import Gate
@@ -71,39 +73,79 @@ def add_rewards(gate: Gate, run: str, rewards: list[float], first: int = 0) -> N
 
 
 def test_named_runs_are_listed_shown_and_compared(tandem, record):
-    warm = record("warm [b]🔥[/b]", [0.0, 0.75, 0.5], total_steps=6, lr=0.1)
-    cold = record("cold", [0.0, 0.25], lr=0.01)
+    warm = record("warm [b]🔥[/b]", [0.0, 0.75, 0.5], total_steps=6, optimizer={"lr": 0.1})
+    cold = record("cold", [0.0, 0.25], optimizer={"lr": 0.01}, total_steps=6)
     row = next(
         line for line in tandem("runs", "list", "--tag", "grpo").splitlines() if warm in line
     )
     assert row.startswith("warm [b]🔥[/b]") and "reward 0.5" in row and "50 %" in row
     assert warm not in tandem("runs", "list", "--name", "COLD")
     assert "No such runs" in tandem("runs", "list", "--owner", "ben", key="ben")
+    total = json.loads(tandem("runs", "list", "--limit", "1", "--json"))["total_count"]
+    last = tandem("runs", "list", "--limit", "1").splitlines()[-1]
+    assert total > 1 and last == f"1 of {total} runs (--limit, --all show more)"
+    assert "show more" not in tandem("runs", "list", "--limit", "1", "--all")
+
     shown = tandem("runs", "show", "warm [b]🔥[/b]")
-    assert "reward, steps 0 to 2: 0 → 0.5" in shown and "  lr = 0.1" in shown
+    assert shown.startswith("warm [b]🔥[/b]  [grpo]\n") and "step 2 of 6 (50 %" in shown
+    assert "newest: reward 0.5" in shown and "  optimizer.lr = 0.1" in shown
+    assert "reward, steps 0 to 2: 0 → 0.5" in shown
+    assert "reward, steps 0 to 2" in tandem("runs", "show", warm, "--metric", "reward")
+    told = json.loads(tandem("runs", "show", warm, "--metric", "reward", "--json"))
+    assert told["metrics"]["reward"]["value"] == [0.0, 0.75, 0.5]
+
     compared = tandem("runs", "compare", warm[:14], "cold")
-    assert "0.75 (step 1)" in compared and "lr" in compared and "A" in compared
-    assert json.loads(tandem("runs", "compare", warm, cold, "--json"))["runs"][1]["name"] == "cold"
+    lines = [" ".join(line.split()) for line in compared.splitlines()]
+    assert "best reward 0.75 (step 1) 0.25 (step 1)" in lines and "optimizer.lr 0.1 0.01" in lines
+    assert not [line for line in lines if line.startswith("total_steps")], "it is equal"
+    told = json.loads(tandem("runs", "compare", warm, cold, "--json"))
+    assert told["runs"][1]["name"] == "cold"
+    assert told["config_differences"] == {"optimizer.lr": [0.1, 0.01]}
+    assert told["best"]["reward"][0] == {"step": 1, "value": 0.75}
+    with pytest.raises(UserError, match="name two to 26 runs"):
+        tandem("runs", "compare", warm)
     for command in ("status", "usage"):
         assert tandem(command)
     assert f"{cold} cold" in tandem("status")
 
 
-def test_a_run_is_renamed_by_its_owner_alone(tandem, record):
+def test_eighty_columns_have_name_id_state_step_and_value(tandem, record, monkeypatch):
+    run = record("wide", [0.5])
+    screen = StringIO()
+    console = Console(file=screen, force_terminal=True, width=80, color_system=None, emoji=False)
+    for module in ("context", "tables"):
+        monkeypatch.setattr(f"tandem.cli.{module}.out", console)
+    tandem("runs", "list", "--name", "wide")
+    lines = screen.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and any(run in line for line in lines)
+    assert lines[0].split()[:5] == ["name", "id", "state", "step", "newest"]
+
+
+def test_a_run_is_renamed_by_its_owner_alone(tandem, record, tmp_path):
     run = record("draft", [])
     assert "has a new name and a new tags" in tandem(
-        "runs", "set", "draft", "--name", "final", "--tags", "a,b"
+        "runs", "set", "draft", "--name", "final", "--tags", "a, b"
     )
     assert json.loads(tandem("runs", "list", "--tag", "b", "--json"))["runs"][0]["id"] == run
-    tandem("runs", "set", "final", "--config", '{"total_steps": 3}')
+    (tmp_path / "config.json").write_text('{"total_steps": 3}')
+    tandem("runs", "set", "final", "--config", "@config.json")
     assert "  total_steps = 3" in tandem("runs", "show", "final")
     with pytest.raises(PermissionDenied):
         tandem("runs", "set", run, "--name", "x", key="reader")
     for given in (run, "final"):
         with pytest.raises(UnknownRun):
             tandem("runs", "set", given, "--name", "x", key="ben")
-    with pytest.raises(UserError, match="name"):
-        tandem("runs", "set", run, "--name", "x" * 201)
+    for arguments, sentence in (
+        (("--name", "x" * 201), "name"),
+        (("--config", "{"), "--config is not JSON"),
+        (("--config", "[1]"), "--config is not an object"),
+        ((), "nothing to set"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            tandem("runs", "set", run, *arguments)
+    tandem("runs", "set", run, "--name", "", "--tags", "", "--config", "null")
+    about = json.loads(tandem("runs", "show", run, "--json"))["run"]
+    assert (about["name"], about["tags"], about["config"]) == ("", [], None)
 
 
 def test_two_runs_of_one_name_are_named_with_their_ids(tandem, record):
@@ -111,6 +153,11 @@ def test_two_runs_of_one_name_are_named_with_their_ids(tandem, record):
     with pytest.raises(UserError, match="'twin' means 2 runs") as caught:
         tandem("runs", "show", "twin")
     assert all(each in caught.value.message for each in twins)
+    with pytest.raises(UserError, match="'s-' means"):
+        tandem("runs", "show", "s-")
+    for given in ("twi", "s-zz"):
+        with pytest.raises(UnknownRun, match="no run has the name"):
+            tandem("runs", "show", given)
 
 
 def test_a_run_is_followed_while_it_goes_on(gate, tandem, record, monkeypatch):
@@ -125,7 +172,7 @@ def test_a_run_is_followed_while_it_goes_on(gate, tandem, record, monkeypatch):
         adding.start()
         adding.join()
 
-    monkeypatch.setattr(run_show.time, "sleep", grow)
+    monkeypatch.setattr(context.time, "sleep", grow)
     said = tandem("runs", "show", "live", "--metric", "reward", "--follow")
     assert said.splitlines() == [
         "step 0  reward 0",
