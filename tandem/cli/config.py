@@ -76,21 +76,17 @@ def config(
             sources[name] = f"{config_file}, line {each.line}"
         values = _of_environment()
     found = list(_settings(values, sources))
-    if not changed:
-        end_if_json(as_json, values)
-        for setting in found:
-            source = f"  # {setting.source}" if setting.source else ""
-            say(f"{setting.name}={_as_variable(setting.value)}{source}")
-        return
-    found = [setting for setting in found if setting.value != setting.default]
-    end_if_json(as_json, {"settings": [vars(setting) for setting in found]})
-    if not found:
+    if changed:
+        found = [setting for setting in found if setting.value != setting.default]
+    end_if_json(as_json, {"settings": [vars(each) for each in found]} if changed else values)
+    if changed and not found:
         say("Every setting has its default.")
     for setting in found:
-        default = _as_variable(setting.default) or "nothing"
         source = f"  # {setting.source}" if setting.source else ""
         say(f"{setting.name}={_as_variable(setting.value)}{source}")
-        say(f"    {setting.meaning} Default: {default}.".replace("  ", " "))
+        if changed:
+            default = _as_variable(setting.default) or "nothing"
+            say(f"    {setting.meaning} Default: {default}.".replace("  ", " "))
 
 
 def _values(data_dir: Path | None) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlencode
 
 import orjson
@@ -22,17 +23,19 @@ from tandem.cli.context import (
     KEY_VARIABLE,
     DataDir,
     JsonFlag,
+    Row,
     call,
     end_if_json,
     print_json,
     remote_url,
     resolve_data_dir,
     say_aside,
+    watch,
 )
 from tandem.cli.keys import parse_duration
 from tandem.cli.run_names import run_id
 from tandem.cli.tables import Column, byte_size, moment, printable, show_table
-from tandem.errors import ServerError, UserError
+from tandem.errors import UserError
 from tandem.log_lines import LogFilter, list_log_files, read_log_lines
 from tandem.stack import read_endpoint
 
@@ -42,10 +45,7 @@ _LATE_SECONDS = 5.0
 _FOLLOWED_LINES = 10_000
 _TOLD = ("timestamp", "level", "event", "service", "session_id", "run_id", "request_id")
 
-Line = dict[str, Any]
-
-
-Read = Callable[[LogFilter, int], tuple[list[Line], bool]]
+Read = Callable[[LogFilter, int], tuple[list[Row], bool]]
 
 
 def logs(
@@ -81,12 +81,12 @@ def logs(
     name = run_id(data_dir, run) if run else ""
     wanted = LogFilter(log=worker or "", run=name, request=request, level=level, since=start)
     if wanted == LogFilter() and not follow:
-        _list(data_dir, by_files=by_files, as_json=as_json)
+        _list(_rows(data_dir, by_files), as_json=as_json)
         return
-    read = _from_files(data_dir) if by_files else _from_gateway(data_dir)
+    read = partial(_read, data_dir, by_files)
     found, cut = read(wanted, lines)
-    if worker and not found:
-        _check_log(data_dir, worker, by_files=by_files)
+    if worker and not found and worker not in [row["log"] for row in _rows(data_dir, by_files)]:
+        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
     if as_json and not follow:
         print_json({"lines": found, "cut": cut})
         return
@@ -108,66 +108,49 @@ def _reads_files(data_dir: Path | None) -> bool:
     return not os.environ.get(KEY_VARIABLE) or read_endpoint(directory) is None
 
 
-def _from_files(data_dir: Path | None) -> Read:
-    folder = resolve_data_dir(data_dir) / "logs"
-
-    def read(wanted: LogFilter, limit: int) -> tuple[list[Line], bool]:
+def _read(
+    data_dir: Path | None, by_files: bool, wanted: LogFilter, limit: int
+) -> tuple[list[Row], bool]:
+    """Return the newest lines, and whether older ones may exist."""
+    if by_files:
+        folder = resolve_data_dir(data_dir) / "logs"
         found, cut = read_log_lines(folder, wanted, limit=limit)
         return [vars(line) for line in found], cut
-
-    return read
-
-
-def _from_gateway(data_dir: Path | None) -> Read:
-    def read(wanted: LogFilter, limit: int) -> tuple[list[Line], bool]:
-        asked = {name: value for name, value in vars(wanted).items() if value}
-        answer = call(data_dir, "GET", f"logs?{urlencode({**asked, 'limit': limit})}")
-        return answer["lines"], answer["cut"]
-
-    return read
+    asked = {name: value for name, value in vars(wanted).items() if value}
+    answer = call(data_dir, "GET", f"logs?{urlencode({**asked, 'limit': limit})}")
+    return answer["lines"], answer["cut"]
 
 
-def _added(read: Read, wanted: LogFilter, shown: list[Line]) -> Iterator[list[Line]]:
-    """Yield further lines for ever. A restart of the gateway is waited for."""
+def _added(read: Read, wanted: LogFilter, shown: list[Row]) -> Iterator[list[Row]]:
+    """Yield further lines for ever."""
     newest = max((line["at"] for line in shown), default=time.time())
     seen = {_identity(line): line["at"] for line in shown}
-    first, silent = True, False
-    while True:
-        time.sleep(_POLL_SECONDS)
-        begin = max(wanted.since, newest - _LATE_SECONDS)
-        try:
-            found, _ = read(replace(wanted, since=begin), _FOLLOWED_LINES)
-        except ServerError as error:
-            if not silent:
-                say_aside(f"{error.message} (waiting)")
-            silent = True
-            continue
-        silent = False
+    first = True
+
+    def look() -> list[Row]:
+        since = max(wanted.since, newest - _LATE_SECONDS)
+        return read(replace(wanted, since=since), _FOLLOWED_LINES)[0]
+
+    for found in watch(look, pause=_POLL_SECONDS):
         # The first look also finds earlier lines than the shown ones.
         added = [
             line
             for line in found
             if _identity(line) not in seen and (not first or line["at"] > newest)
         ]
-        seen |= {_identity(line): line["at"] for line in found}
         first = False
+        seen |= {_identity(line): line["at"] for line in found}
         if added:
             newest = max(newest, added[-1]["at"])
             yield added
         seen = {each: at for each, at in seen.items() if at >= newest - _LATE_SECONDS}
 
 
-def _identity(line: Line) -> tuple[str, str]:
+def _identity(line: Row) -> tuple[str, str]:
     return line["log"], line["text"]
 
 
-def _check_log(data_dir: Path | None, worker: str, *, by_files: bool) -> None:
-    rows = _rows(data_dir, by_files=by_files)
-    if worker not in {row["log"] for row in rows}:
-        raise UserError(f"there is no log of {worker!r}; `tandem logs` lists the logs")
-
-
-def _print(found: Iterable[Line], *, as_json: bool, one_log: bool) -> None:
+def _print(found: Sequence[Row], *, as_json: bool, one_log: bool) -> None:
     for line in found:
         if as_json:
             print(orjson.dumps(line).decode(), flush=True)
@@ -175,7 +158,7 @@ def _print(found: Iterable[Line], *, as_json: bool, one_log: bool) -> None:
             print(_as_text(line, one_log=one_log), flush=True)
 
 
-def _as_text(line: Line, *, one_log: bool) -> str:
+def _as_text(line: Row, *, one_log: bool) -> str:
     """Example: `09:30:00.123 error trainer: operation_failed type=out_of_memory`."""
     try:
         content = orjson.loads(line["text"])
@@ -196,8 +179,7 @@ def _value(value: object) -> str:
     return orjson.dumps(text).decode() if not text or " " in text else text
 
 
-def _list(data_dir: Path | None, *, by_files: bool, as_json: bool) -> None:
-    rows = _rows(data_dir, by_files=by_files)
+def _list(rows: Sequence[Row], *, as_json: bool) -> None:
     end_if_json(as_json, {"logs": rows})
     show_table(
         [
@@ -221,9 +203,9 @@ def _list(data_dir: Path | None, *, by_files: bool, as_json: bool) -> None:
     )
 
 
-def _rows(data_dir: Path | None, *, by_files: bool) -> list[Line]:
+def _rows(data_dir: Path | None, by_files: bool) -> list[Row]:
     if not by_files:
-        rows: list[Line] = call(data_dir, "GET", "logs/files")["logs"]
+        rows: list[Row] = call(data_dir, "GET", "logs/files")["logs"]
         return rows
     data = resolve_data_dir(data_dir)
     states: dict[str, str] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -15,14 +15,12 @@ from urllib.parse import urlencode
 import orjson
 import typer
 
-from tandem.cli.context import DataDir, call, say_aside
+from tandem.cli.context import DataDir, Row, call, say_aside
 from tandem.cli.run_names import RunArgument, run_in_url
 
 _POINTS = 1_000_000
 _PAGE = 1000
 _TIMEOUT = 300.0
-
-Row = dict[str, Any]
 
 
 def export(
@@ -45,20 +43,9 @@ def export(
     Example: tandem runs export my-run --format csv -o metrics.csv"""
     path = f"runs/{run_in_url(data_dir, run)}"
     rows = _rollouts(path, data_dir) if rollouts else _metrics(path, data_dir)
-    count = 0
-
-    def counted() -> Iterator[Row]:
-        nonlocal count
-        for row in rows:
-            count += 1
-            yield row
-
+    write = _write_json_lines if format_ == "jsonl" else _write_csv
     with _opened(output) as file:
-        if format_ == "jsonl":
-            for row in counted():
-                file.write(orjson.dumps(row).decode() + "\n")
-        else:
-            _write_csv(counted(), file)
+        count = write(rows, file)
     if output is not None:
         say_aside(f"{count} rows are in {output}")
 
@@ -107,11 +94,22 @@ def _rollout_steps(path: str, data_dir: Path | None) -> list[int]:
         found = [each["step"] for each in page["steps"]] + found
 
 
-def _write_csv(rows: Iterable[Row], file: IO[str]) -> None:
+def _write_json_lines(rows: Iterable[Row], file: IO[str]) -> int:
+    """Return the number of rows."""
+    count = 0
+    for row in rows:
+        count += 1
+        file.write(orjson.dumps(row).decode() + "\n")
+    return count
+
+
+def _write_csv(rows: Iterable[Row], file: IO[str]) -> int:
     """Write a column for each name of any row. Lists and objects are JSON."""
     columns: dict[str, None] = {}
+    count = 0
     with TemporaryFile("w+") as kept:
         for row in rows:
+            count += 1
             flat = {**row, **row.get("values", {})}
             flat.pop("values", None)
             columns |= dict.fromkeys(flat)
@@ -120,8 +118,8 @@ def _write_csv(rows: Iterable[Row], file: IO[str]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(columns), restval="")
         writer.writeheader()
         for line in kept:
-            cells: Mapping[str, Any] = orjson.loads(line)
-            writer.writerow({name: _cell(value) for name, value in cells.items()})
+            writer.writerow({name: _cell(value) for name, value in orjson.loads(line).items()})
+    return count
 
 
 def _cell(value: Any) -> Any:

@@ -10,7 +10,7 @@ import orjson
 import pytest
 from typer.testing import CliRunner
 
-from tandem.cli import logs
+from tandem.cli import context, logs
 from tandem.cli.main import app
 from tandem.errors import ServerError
 from tandem.log_lines import LogFilter, LogLine, list_log_files, read_log_lines
@@ -197,7 +197,7 @@ def test_following_prints_late_and_new_lines_once_and_waits_for_the_gateway(monk
             raise found
         return found, False
 
-    monkeypatch.setattr(logs.time, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(context.time, "sleep", lambda _seconds: None)
     wanted = LogFilter()
     added = []
     with pytest.raises(KeyboardInterrupt):
