@@ -44,7 +44,7 @@ async def run_page(
     """Show a run with its curves, `all` of them drawn without a script."""
     gateway = page.gateway
     run = await own_run(run_id, page)
-    cursor = await gateway.record.end_of_metrics(run_id)
+    end = await gateway.record.end_of_metrics(run_id)
     ancestors = await ancestors_of(gateway.record.database, run_id, page.caller.may_see)
     curves = await page.views.curves(run_id, None, POINTS, ancestors)
     facts = await read_facts(gateway, page.views, run)
@@ -59,7 +59,7 @@ async def run_page(
             config=flat(run.identity.config),
             relatives=relatives,
             usage=usage,
-            cursor=_text(cursor),
+            cursor=end.cursor,
         )
 
     return await page.draw(draw)
@@ -92,8 +92,7 @@ async def live_run(
 
     async def look(cursor: str) -> Changes:
         nonlocal run, looks, before
-        place = Place(*map(int, cursor.split("-")))
-        rows, end = await page.gateway.record.rows_after(run_id, place)
+        rows, end = await page.gateway.record.rows_after(run_id, Place.of_cursor(cursor))
         points: dict[str, list[tuple[int, float | str, float | None]]] = {}
         for row in rows:
             for name, value in row.values.items():
@@ -108,7 +107,7 @@ async def live_run(
             about = {"facts": facts, "caller": page.caller}
             return {part: fragment(f"{part}.html", **about) for part in _PARTS}
 
-        return Changes(_text(end), await page.draw(draw), points)
+        return Changes(end.cursor, await page.draw(draw), points)
 
     return live_response(page, look, cursor=after)
 
@@ -155,7 +154,3 @@ async def run_logs(
     run = await own_run(run_id, page)
     found = await log_lines(page, run=run_id, level=level, limit=_LOG_LINES)
     return page.render("run_logs.html", run=run, found=found, level=level)
-
-
-def _text(place: Place) -> str:
-    return "-".join(map(str, place))

@@ -64,7 +64,7 @@ class RunFacts:
 
 
 async def read_facts(gateway: Gateway, views: RunViews, run: RunRecord) -> RunFacts:
-    index = (await gateway.record.summaries([run.id])).get(run.id, RecordIndex(run.id))
+    index = (await gateway.record.summaries([run.id]))[run.id]
     names = [f"{SECONDS}{share}" for share in _SHARES]
     seconds = await views.curves(run.id, [*names, f"{SECONDS}step"], POINTS) or {}
     state, why = views.state_of(run)

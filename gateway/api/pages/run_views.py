@@ -62,9 +62,7 @@ class RunViews:
 
     async def rows(self, found: Sequence[RunRecord]) -> list[RunRow]:
         indexes = await self._gateway.record.summaries([run.id for run in found])
-        return await asyncio.gather(
-            *(self._row(run, indexes.get(run.id, RecordIndex(run.id))) for run in found)
-        )
+        return await asyncio.gather(*(self._row(run, indexes[run.id]) for run in found))
 
     async def curves(
         self,

@@ -20,7 +20,7 @@ from gateway.runs.record.curves import Curve
 from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import Ancestor, ancestors_of
 from gateway.runs.record.metrics import MetricsRow
-from gateway.runs.record.rollouts import Order
+from gateway.runs.record.rollouts import Order, RolloutPage
 from gateway.runs.record.store import RecordStore
 from tandem.errors import StorageFailed, StorageFull, UnknownRun, describe
 from tandem.telemetry import get_log
@@ -98,27 +98,6 @@ class RolloutsWritten(Answer):
     rollouts: int
     dropped: int
     why: str
-
-
-class RolloutStepInfo(Answer):
-    """The rewards are null if no rollout of the step has one."""
-
-    step: int
-    count: int
-    reward_min: float | None
-    reward_mean: float | None
-    reward_max: float | None
-
-
-class Rollouts(Answer):
-    """`steps` are the newest 1000 steps with rollouts, in order. `before` fetches earlier ones.
-    Each rollout has its fields and its `index` in the step. `total_count` counts the matching
-    rollouts of the step."""
-
-    steps: list[RolloutStepInfo]
-    step: int | None
-    rollouts: list[dict[str, Any]]
-    total_count: int
 
 
 async def _check_owner(run_id: str, access: Access) -> None:
@@ -212,7 +191,7 @@ async def add_rollouts(run_id: PathText, body: NewRollouts, access: AccessDep) -
     "/runs/{run_id}/rollouts",
     role="reader",
     errors=[UnknownRun, *_DISK],
-    response_model=Rollouts,
+    response_model=RolloutPage,
 )
 async def run_rollouts(
     run_id: PathText,
@@ -240,11 +219,12 @@ async def _server_rows(
     A failing or slow read returns none: the client must not send stored rows again."""
     try:
         async with asyncio.timeout(_READ_SECONDS):
-            found, end = await record.server_rows(run_id, Place(*map(int, after.split("-"))))
+            place = Place.of_cursor(after)
+            found, end = await record.rows_after(run_id, place, only_server=True)
     except (StorageFailed, TimeoutError) as error:
         get_log().warning("server_rows_not_read", run_id=run_id, reason=describe(error))
         return (), after
-    return found, "-".join(map(str, end))
+    return found, end.cursor
 
 
 def _curves_body(curves: dict[str, Curve]) -> bytes:

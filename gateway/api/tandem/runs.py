@@ -256,9 +256,7 @@ async def _summaries(found: Sequence[RunRecord], access: Access) -> list[RunSumm
     ids = [run.id for run in found]
     steps = await access.gateway.run_records.last_steps(ids)
     records = await access.gateway.record.summaries(ids)
-    return [
-        _summary(run, steps.get(run.id), records.get(run.id, RecordIndex(run.id))) for run in found
-    ]
+    return [_summary(run, steps.get(run.id), records[run.id]) for run in found]
 
 
 def _summary(run: RunRecord, last: TrainingStep | None, record: RecordIndex) -> RunSummary:

@@ -31,6 +31,15 @@ class Place(NamedTuple):
     number: int = 0
     offset: int = 0
 
+    @classmethod
+    def of_cursor(cls, text: str) -> Place:
+        return cls(*map(int, text.split("-")))
+
+    @property
+    def cursor(self) -> str:
+        """The place as text for clients."""
+        return "-".join(map(str, self))
+
     def file(self, kind: Kind) -> str:
         return f"{kind}-{self.epoch}-{self.number}.jsonl"
 

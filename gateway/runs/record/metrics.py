@@ -46,47 +46,43 @@ class RowLines(NamedTuple):
     why: str = ""
 
 
-def lines_of_server(rows: Sequence[MetricsRow], known: Collection[str], now: float) -> RowLines:
-    lines: list[bytes] = []
-    last: dict[str, float | str] = {}
-    for row in rows:
-        line, values = _line(row, "tandem", now)
-        lines.append(line)
-        last.update(values)
-    return RowLines(rows, lines, last)
-
-
-def lines_of_user(rows: Sequence[MetricsRow], known: Collection[str], now: float) -> RowLines:
-    """`known` are the run's names so far."""
+def lines_of_rows(
+    rows: Sequence[MetricsRow], source: Source, known: Collection[str], now: float
+) -> RowLines:
+    """`known` are the run's names so far. The server's rows have no limits."""
     kept: list[MetricsRow] = []
     lines: list[bytes] = []
     last: dict[str, float | str] = {}
     why = ""
     names = len(known)
     for row in rows:
-        line, values = _line(row, "user", now)
-        new = [name for name in values if name not in known and name not in last]
-        if len(values) > MAX_NAMES:
-            why = f"a row has {len(values)} names, {MAX_NAMES} at most"
-        elif len(line) > MAX_ROW:
-            why = f"a row has {len(line)} bytes as JSON, {MAX_ROW} at most"
-        elif any(len(name) > _MAX_NAME or name.startswith(SERVER) for name in values):
-            why = f"a name has more than {_MAX_NAME} characters, or begins with {SERVER}"
-        elif names + len(new) > _MAX_NAMES_IN_ALL:
-            why = f"the run has {names} names, {_MAX_NAMES_IN_ALL} at most"
-        else:
-            kept.append(row)
-            lines.append(line)
-            last.update(values)
-            names += len(new)
+        values = {name: as_json(value) for name, value in row.values.items()}
+        at = row.at if row.at is not None else now
+        told = {"step": row.step, "at": at, "source": source, "values": values}
+        line = orjson.dumps(told, option=orjson.OPT_APPEND_NEWLINE)
+        after = names + sum(name not in known and name not in last for name in values)
+        if source == "user" and (excess := _excess(values, len(line), names, after)):
+            why = excess
+            continue
+        kept.append(row)
+        lines.append(line)
+        last.update(values)
+        names = after
     return RowLines(kept, lines, last, why)
 
 
-def _line(row: MetricsRow, source: Source, now: float) -> tuple[bytes, dict[str, float | str]]:
-    values = {name: as_json(value) for name, value in row.values.items()}
-    at = row.at if row.at is not None else now
-    line = {"step": row.step, "at": at, "source": source, "values": values}
-    return orjson.dumps(line) + b"\n", values
+def _excess(values: Collection[str], size: int, names: int, after: int) -> str:
+    """Return a sentence about the limit that a row exceeds, or "". The run has `names` names, and
+    `after` with the row's."""
+    if len(values) > MAX_NAMES:
+        return f"a row has {len(values)} names, {MAX_NAMES} at most"
+    if size > MAX_ROW:
+        return f"a row has {size} bytes as JSON, {MAX_ROW} at most"
+    if any(len(name) > _MAX_NAME or name.startswith(SERVER) for name in values):
+        return f"a name has more than {_MAX_NAME} characters, or begins with {SERVER}"
+    if after > _MAX_NAMES_IN_ALL:
+        return f"the run has {names} names, {_MAX_NAMES_IN_ALL} at most"
+    return ""
 
 
 def read_rows(folder: Path, after: Place, *, only_server: bool) -> tuple[list[MetricsRow], Place]:

@@ -4,44 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import orjson
 
 from gateway.runs.record.files import Kind, Place, read_lines
 from gateway.runs.record.metrics import MetricsRow
 from gateway.runs.record.progress import RecordIndex
-from gateway.runs.record.rollouts import BATCH_BYTES, BATCH_ID, RolloutBatch, reward_of
+from gateway.runs.record.rollouts import BATCH_BYTES, BATCH_ID, RolloutBatch, batch_of, reward_of
 
 _ALL = 2**62
 
 
-@dataclass
-class _Batch:
-    """A batch while its lines are read."""
-
+class _RolloutLine(NamedTuple):
+    batch: str
     place: Place
     step: int
-    bytes: int = 0
-    count: int = 0
-    rewards: list[float] = field(default_factory=list)
-
-    def finished(self, run_id: str, batch: str) -> RolloutBatch:
-        rewards = self.rewards
-        return RolloutBatch(
-            run_id=run_id,
-            batch=batch,
-            step=self.step,
-            file=self.place.file("rollouts"),
-            offset=self.place.offset,
-            bytes=self.bytes,
-            count=self.count,
-            rated=len(rewards),
-            reward_min=min(rewards, default=None),
-            reward_mean=sum(rewards) / len(rewards) if rewards else None,
-            reward_max=max(rewards, default=None),
-        )
+    size: int
+    reward: float | None
 
 
 def read_identity(folder: Path) -> Mapping[str, object] | None:
@@ -71,22 +54,24 @@ def read_index(folder: Path, run_id: str) -> tuple[RecordIndex, list[RolloutBatc
 def _batches(folder: Path, run_id: str) -> list[RolloutBatch]:
     """Return the batches in the order of writing. The lines of a batch are together in a segment. A
     batch that was written again, in another segment, replaces its earlier copy."""
-    found: dict[str, _Batch] = {}
-    last = ("", "")
+    found: dict[str, RolloutBatch] = {}
+    groups = groupby(
+        _rollout_lines(folder), key=lambda line: (line.batch, line.place.file("rollouts"))
+    )
+    for (batch, _), group in groups:
+        lines = [*group]
+        found.pop(batch, None)
+        sizes = [(line.size, line.reward) for line in lines]
+        found[batch] = batch_of(run_id, batch, lines[0].step, lines[0].place, sizes)
+    return [*found.values()]
+
+
+def _rollout_lines(folder: Path) -> Iterator[_RolloutLine]:
     for line, place in _lines(folder, "rollouts"):
         with suppress(ValueError, TypeError, LookupError):
             rollout = orjson.loads(line)
-            name, step = str(rollout[BATCH_ID]), int(rollout["step"])
-            this = (name, place.file("rollouts"))
-            if this != last:
-                found.pop(name, None)
-                found[name] = _Batch(place, step)
-            last, batch = this, found[name]
-            batch.bytes += len(line)
-            batch.count += 1
-            if (reward := reward_of(rollout)) is not None:
-                batch.rewards.append(reward)
-    return [batch.finished(run_id, name) for name, batch in found.items()]
+            batch, step, reward = rollout[BATCH_ID], rollout["step"], reward_of(rollout)
+            yield _RolloutLine(str(batch), place, int(step), len(line), reward)
 
 
 def _lines(folder: Path, kind: Kind) -> Iterator[tuple[bytes, Place]]:

@@ -52,8 +52,34 @@ class RolloutBatch:
         return place_in(self.file, self.offset)
 
 
+def batch_of(
+    run_id: str,
+    batch: str,
+    step: int,
+    place: Place,
+    lines: Sequence[tuple[int, float | None]],
+) -> RolloutBatch:
+    """Return the row of a batch whose lines begin at `place`. Each has its bytes and its reward."""
+    rewards = [reward for _, reward in lines if reward is not None]
+    return RolloutBatch(
+        run_id=run_id,
+        batch=batch,
+        step=step,
+        file=place.file("rollouts"),
+        offset=place.offset,
+        bytes=sum(size for size, _ in lines),
+        count=len(lines),
+        rated=len(rewards),
+        reward_min=min(rewards, default=None),
+        reward_mean=sum(rewards) / len(rewards) if rewards else None,
+        reward_max=max(rewards, default=None),
+    )
+
+
 @dataclass(frozen=True)
 class RolloutStep:
+    """The rewards are null if no rollout of the step has one."""
+
     step: int
     count: int
     reward_min: float | None
@@ -63,7 +89,9 @@ class RolloutStep:
 
 @dataclass(frozen=True)
 class RolloutPage:
-    """`steps` are the newest steps in order. Each rollout has its `index` in the step."""
+    """`steps` are the newest 1000 steps with rollouts, in order. `before` fetches earlier ones.
+    Each rollout has its fields and its `index` in the step. `total_count` counts the matching
+    rollouts of the step."""
 
     steps: Sequence[RolloutStep]
     step: int | None

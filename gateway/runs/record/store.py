@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 from sqlalchemy import func, select
@@ -32,8 +31,7 @@ from gateway.runs.record.metrics import (
     MetricsRow,
     RowLines,
     Source,
-    lines_of_server,
-    lines_of_user,
+    lines_of_rows,
     read_rows,
 )
 from gateway.runs.record.progress import RecordIndex
@@ -44,6 +42,7 @@ from gateway.runs.record.rollouts import (
     RolloutBatch,
     RolloutPage,
     RolloutStep,
+    batch_of,
     lines_of_rollouts,
     read_page,
 )
@@ -61,13 +60,17 @@ _RETRY = 5.0
 _CLOSE = 10.0
 _WRITE, _READ = 20.0, 60.0
 """Seconds to wait for a disk."""
+_SLOW_DISK = f"the gateway's disk took more than {_WRITE:.0f} s for the record; try again"
+_NARROW = (
+    f"reading the record took more than {_READ:.0f} s; narrow the step: log fewer rollouts in it, "
+    "or read it in the given order without a search"
+)
 _IDLE = 3600.0
 """Seconds until a run without new rows leaves the memory."""
 _STEPS = 1000
 _THREADS, _READERS = 4, 2
 """A long record is read for seconds, beside which rows are written."""
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
@@ -114,7 +117,6 @@ class RecordStore:
         self._put_index = self.database.insert_or_replace(run_records)
         self._put_batch = self.database.insert_or_replace(rollout_batches)
         self._runs: dict[str, _Writing] = {}
-        self._opening: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._pending: dict[str, list[MetricsRow]] = {}
         self._flushing: dict[str, asyncio.Task[None]] = {}
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -127,19 +129,15 @@ class RecordStore:
         for task in (tasks := list(self._flushing.values())):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        writes = asyncio.gather(
-            *map(self._write_pending, list(self._pending)),
-            self.identity_files.close(),
-            return_exceptions=True,
-        )
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE):
-                failures = [each for each in await writes if each is not None]
-        except TimeoutError as error:
-            failures = [error]
-        if failures:
-            reason = describe(failures[0])
-            self._log.error("server_rows_lost", runs=len(self._pending), reason=reason)
+                await asyncio.gather(
+                    self.identity_files.close(),
+                    *map(self._write_pending, list(self._pending)),
+                    return_exceptions=True,
+                )
+        if self._pending:
+            self._log.error("server_rows_lost", runs=len(self._pending))
         for threads in (self._threads, self._readers):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -149,22 +147,18 @@ class RecordStore:
         self, run_id: str, rows: Sequence[MetricsRow], source: Source
     ) -> Appended:
         """Write rows of metrics. Drops and counts rows beyond a limit. Raises `UnknownRun`."""
-        writing = await self._writing(run_id)
-        async with _held(writing.lock):
-            now, by_user = time.time(), source == "user"
-            index = replace(writing.index, updated_at=now)
-            full = await self._why_full(writing) if by_user and rows else ""
-            encode = lines_of_user if by_user else lines_of_server
-            found = await self._in_thread(encode, rows, index.last, now)
-            if full:
-                found = RowLines(why=full)
+        async with self._writing(run_id) as writing:
+            now, by_user, known = time.time(), source == "user", writing.index.last
+            found = RowLines(why=await self._why_full(writing) if by_user and rows else "")
+            if not found.why:
+                found = await self._in_thread(lambda: lines_of_rows(rows, source, known, now))
             if found.lines:
-                await self._in_thread(writing.metrics.append, b"".join(found.lines))
+                await self._in_thread(lambda: writing.metrics.append(b"".join(found.lines)))
+            index = replace(writing.index, updated_at=now)
             index = index.with_rows(found.rows, found.last, by_user=by_user)
-            dropped = len(rows) - len(found.rows)
-            await self._keep(writing, index, found.lines, dropped=dropped)
-            self._count("metrics", kept=len(found.rows), dropped=dropped)
-            return Appended(len(found.rows), dropped, found.why)
+            told = Appended(len(found.lines), len(rows) - len(found.lines), found.why)
+            await self._keep("metrics", writing, index, told, sum(map(len, found.lines)))
+            return told
 
     async def append_rollouts(
         self, run_id: str, batch: str, step: int, rollouts: Sequence[Rollout]
@@ -172,56 +166,35 @@ class RecordStore:
         """Write the rollouts of a batch once: a repeated `batch` changes nothing. Drops and counts
         rollouts beyond a limit. A batch without a written one may come again. Raises
         `UnknownRun`."""
-        writing = await self._writing(run_id)
-        async with _held(writing.lock):
+        async with self._writing(run_id) as writing:
             this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.batch == batch)
             if known := await self.database.read_one(select(rollout_batches).where(this)):
                 return Appended(known["count"], max(len(rollouts) - known["count"], 0))
-            now = time.time()
-            why = await self._why_full(writing)
-            found = (
-                []
-                if why
-                else await self._in_thread(
-                    lines_of_rollouts, rollouts, step=step, batch=batch, at=now
+            now, lines = time.time(), list[tuple[bytes, float | None]]()
+            if not (why := await self._why_full(writing)):
+                lines = await self._in_thread(
+                    lambda: lines_of_rollouts(rollouts, step=step, batch=batch, at=now)
                 )
-            )
-            dropped = len(rollouts) - len(found)
-            if dropped and not why:
-                why = "a rollout has more than 1 MiB, 250 levels or 64 bits of an integer"
-            lines = [line for line, _ in found]
-            rewards = [reward for _, reward in found if reward is not None]
+                if len(lines) < len(rollouts):
+                    why = "a rollout has more than 1 MiB, 250 levels or 64 bits of an integer"
+            size, rated = 0, False
             if lines:  # else the batch may be sent again when the record has room
                 anew, writing.unsure = writing.unsure, True
-                place = await self._in_thread(writing.rollouts.append, b"".join(lines), anew)
-                row = RolloutBatch(
-                    run_id=run_id,
-                    batch=batch,
-                    step=step,
-                    file=place.file("rollouts"),
-                    offset=place.offset,
-                    bytes=sum(map(len, lines)),
-                    count=len(lines),
-                    rated=len(rewards),
-                    reward_min=min(rewards, default=None),
-                    reward_mean=sum(rewards) / len(rewards) if rewards else None,
-                    reward_max=max(rewards, default=None),
-                )
+                content = b"".join(line for line, _ in lines)
+                place = await self._in_thread(lambda: writing.rollouts.append(content, anew))
+                sizes = [(len(line), reward) for line, reward in lines]
+                row = batch_of(run_id, batch, step, place, sizes)
                 await self.database.write(self._put_batch, asdict(row))
                 writing.unsure = False
-            index = replace(writing.index, updated_at=now)
-            index = replace(
-                index,
-                rollouts=index.rollouts + len(lines),
-                bytes=index.bytes + (BATCH_BYTES if lines else 0),
-            )
-            await self._keep(writing, index, lines, dropped=dropped)
-            self._count("rollouts", kept=len(lines), dropped=dropped)
-        if rewards and "reward" not in index.last:
-            steps = await self._rollout_steps(run_id, step)
-            mean = steps[0].reward_mean if steps else None
-            self.note_step(run_id, step, {"reward": mean})
-        return Appended(len(lines), dropped, why)
+                size, rated = BATCH_BYTES + row.bytes, row.rated > 0
+            count = writing.index.rollouts + len(lines)
+            index = replace(writing.index, updated_at=now, rollouts=count)
+            told = Appended(len(lines), len(rollouts) - len(lines), why)
+            await self._keep("rollouts", writing, index, told, size)
+        if rated and "reward" not in index.last:
+            for one in await self._rollout_steps(run_id, step):
+                self.note_step(run_id, step, {"reward": one.reward_mean})
+        return told
 
     def note_step(
         self, run_id: str, step: int, values: Mapping[str, float | None], at: float | None = None
@@ -257,22 +230,30 @@ class RecordStore:
         except Exception:  # noqa: BLE001 - these rows would fail again
             self._log.exception("server_rows_not_written", run_id=run_id)
 
-    async def _writing(self, run_id: str) -> _Writing:
-        async with self._opening.setdefault(run_id, asyncio.Lock()):
-            if (writing := self._runs.get(run_id)) is None:
-                row = await self.database.read_one(
-                    select(runs.c.owner, run_records)
-                    .outerjoin(run_records, run_records.c.run_id == runs.c.id)
-                    .where(runs.c.id == run_id)
-                )
-                if row is None:
-                    raise unknown_run(run_id)
-                index = from_row(RecordIndex, row) if row["run_id"] else RecordIndex(run_id)
-                folder = record_folder(self.data_dir, run_id)
-                self._forget_idle()
-                writing = self._runs[run_id] = _Writing(folder, self.epoch, row["owner"], index)
+    @asynccontextmanager
+    async def _writing(self, run_id: str) -> AsyncIterator[_Writing]:
+        """Hold a run's record for the block. Raises `UnknownRun`, and `StorageFailed` if a slow
+        disk keeps it."""
+        if (writing := self._runs.get(run_id)) is None:
+            row = await self.database.read_one(
+                select(runs.c.owner, run_records)
+                .outerjoin(run_records, run_records.c.run_id == runs.c.id)
+                .where(runs.c.id == run_id)
+            )
+            if row is None:
+                raise unknown_run(run_id)
+            index = from_row(RecordIndex, row) if row["run_id"] else RecordIndex(run_id)
+            folder = record_folder(self.data_dir, run_id)
+            self._forget_idle()
+            new = _Writing(folder, self.epoch, row["owner"], index)
+            writing = self._runs.setdefault(run_id, new)  # another call may have been first
         writing.used_at = time.monotonic()
-        return writing
+        async with _in_time(_WRITE, slow=_SLOW_DISK):
+            await writing.lock.acquire()
+        try:
+            yield writing
+        finally:
+            writing.lock.release()
 
     def _forget_idle(self) -> None:
         before = time.monotonic() - _IDLE
@@ -280,16 +261,15 @@ class RecordStore:
             del self._runs[run_id]
 
     async def _keep(
-        self, writing: _Writing, index: RecordIndex, lines: Sequence[bytes], *, dropped: int
+        self, kind: Kind, writing: _Writing, index: RecordIndex, told: Appended, size: int
     ) -> None:
-        size = sum(map(len, lines))
-        index = replace(index, bytes=index.bytes + size, dropped=index.dropped + dropped)
+        """Write the index after `size` new bytes, and count the rows or rollouts."""
+        dropped = index.dropped + told.dropped
+        index = replace(index, bytes=index.bytes + size, dropped=dropped)
         await self.database.write(self._put_index, asdict(index))
         writing.index = index
-
-    def _count(self, kind: Kind, *, kept: int, dropped: int) -> None:
-        self.metrics.record_rows.labels(kind).inc(kept)
-        self.metrics.record_dropped.labels(kind).inc(dropped)
+        self.metrics.record_rows.labels(kind).inc(told.written)
+        self.metrics.record_dropped.labels(kind).inc(told.dropped)
 
     async def _why_full(self, writing: _Writing) -> str:
         """Return why a run may write no more, or ""."""
@@ -301,6 +281,11 @@ class RecordStore:
             return error.message
         return ""
 
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        """Raises `StorageFailed` for an `OSError`, and after 20 s."""
+        async with _in_time(_WRITE, slow=_SLOW_DISK):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     # --- Reading ------------------------------------------------------------------------------
 
     async def owner_of(self, run_id: str) -> str:
@@ -311,10 +296,12 @@ class RecordStore:
         return str(row["owner"])
 
     async def summaries(self, run_ids: Sequence[str]) -> dict[str, RecordIndex]:
+        """Return the indexes of these runs, also of runs without a record."""
         found = await self.database.read(
             select(run_records).where(run_records.c.run_id.in_(run_ids))
         )
-        return {row["run_id"]: from_row(RecordIndex, row) for row in found}
+        known = {row["run_id"]: from_row(RecordIndex, row) for row in found}
+        return {run_id: known.get(run_id) or RecordIndex(run_id) for run_id in run_ids}
 
     async def curves(
         self,
@@ -330,28 +317,25 @@ class RecordStore:
         parts: list[Ancestor] = [*ancestors, (run_id, None)]
         in_all = 2 * MOST_POINTS // len(parts)
 
-        def part(one: str) -> dict[str, Curve]:
-            found = self.cache.curves(one, names)
-            return thinned(found, 2 * points, in_all=in_all) if ancestors else found
-
         def read() -> dict[str, Curve]:
-            return thinned(joined((part(one), step) for one, step in parts), points)
+            if not ancestors:
+                return thinned(self.cache.curves(run_id, names), points)
+            curves = ((self.cache.curves(one, names), step) for one, step in parts)
+            each = ((thinned(found, 2 * points, in_all=in_all), step) for found, step in curves)
+            return thinned(joined(each), points)
 
         return await self._read(read)
 
-    async def server_rows(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
-        """Return the server's rows behind a place, as `read_rows` does."""
+    async def rows_after(
+        self, run_id: str, after: Place, *, only_server: bool = False
+    ) -> tuple[list[MetricsRow], Place]:
+        """Return the rows behind a place, as `read_rows` does."""
         folder = record_folder(self.data_dir, run_id)
-        return await self._read(read_rows, folder, after, only_server=True)
-
-    async def rows_after(self, run_id: str, after: Place) -> tuple[list[MetricsRow], Place]:
-        """Return all rows behind a place, as `read_rows` does."""
-        folder = record_folder(self.data_dir, run_id)
-        return await self._read(read_rows, folder, after, only_server=False)
+        return await self._read(lambda: read_rows(folder, after, only_server=only_server))
 
     async def end_of_metrics(self, run_id: str) -> Place:
         """Return the place behind the rows until now."""
-        return await self._read(end_of, record_folder(self.data_dir, run_id), "metrics")
+        return await self._read(lambda: end_of(record_folder(self.data_dir, run_id), "metrics"))
 
     async def rollouts(
         self,
@@ -371,22 +355,23 @@ class RecordStore:
         if step is None:
             step = steps[-1].step if steps else None
         this = (rollout_batches.c.run_id == run_id) & (rollout_batches.c.step == step)
-        found = await self.database.read(
-            select(rollout_batches)
-            .where(this)
-            .order_by(rollout_batches.c.file, rollout_batches.c.offset)
-        )
-        batches = sorted(
-            (from_row(RolloutBatch, row) for row in found), key=lambda batch: batch.place
-        )
-        folder = record_folder(self.data_dir, run_id)
+        found = await self.database.read(select(rollout_batches).where(this))
+        batches = sorted((from_row(RolloutBatch, row) for row in found), key=lambda one: one.place)
         stop = threading.Event()  # a cancelled call ends its thread too
-        scan = partial(
-            read_page, folder, batches, order=order, search=search, limit=limit, offset=offset
-        )
+
+        def read() -> tuple[list[Rollout], int]:
+            return read_page(
+                record_folder(self.data_dir, run_id),
+                batches,
+                order=order,
+                search=search,
+                limit=limit,
+                offset=offset,
+                stopped=stop.is_set,
+            )
+
         try:
-            async with _in_time(), turn if search or order != "given" else nullcontext():
-                page, count = await _run(self._readers, partial(scan, stopped=stop.is_set), None)
+            page, count = await self._read(read, turn if search or order != "given" else None)
         finally:
             stop.set()
         return RolloutPage(steps=steps, step=step, rollouts=page, total_count=count)
@@ -419,58 +404,19 @@ class RecordStore:
         )
         return [from_row(RolloutStep, row, count=int(row["count"])) for row in reversed(rows)]
 
-    async def _in_thread(
-        self,
-        work: Callable[Parameters, Result],
-        *args: Parameters.args,
-        **kwargs: Parameters.kwargs,
-    ) -> Result:
-        """Raises `StorageFailed` for an `OSError`."""
-        return await _run(self._threads, partial(work, *args, **kwargs), _WRITE)
-
-    async def _read(
-        self,
-        work: Callable[Parameters, Result],
-        *args: Parameters.args,
-        **kwargs: Parameters.kwargs,
-    ) -> Result:
-        """Raises `StorageFailed` for an `OSError`, and after a minute."""
-        async with _in_time():
-            return await _run(self._readers, partial(work, *args, **kwargs), None)
+    async def _read(self, work: Callable[[], Result], turn: asyncio.Lock | None = None) -> Result:
+        """Hold `turn` meanwhile. Raises `StorageFailed` for an `OSError`, and after a minute."""
+        async with _in_time(_READ, slow=_NARROW), turn or nullcontext():
+            return await asyncio.get_running_loop().run_in_executor(self._readers, work)
 
 
 @asynccontextmanager
-async def _in_time() -> AsyncIterator[None]:
-    try:
-        async with asyncio.timeout(_READ):
-            yield
-    except TimeoutError as error:
-        raise StorageFailed(
-            f"reading the record took more than {_READ:.0f} s; narrow the step: log fewer "
-            "rollouts in it, or read it in the given order without a search"
-        ) from error
-
-
-@asynccontextmanager
-async def _held(lock: asyncio.Lock) -> AsyncIterator[None]:
-    """Hold a lock for the block. Raises `StorageFailed` if a slow disk keeps it."""
-    try:
-        async with asyncio.timeout(_WRITE):
-            await lock.acquire()
-    except TimeoutError as error:
-        raise typed(error) from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-async def _run(
-    threads: ThreadPoolExecutor, work: Callable[[], Result], seconds: float | None
-) -> Result:
+async def _in_time(seconds: float, *, slow: str) -> AsyncIterator[None]:
+    """Raises `StorageFailed` for an `OSError`, and with the sentence `slow` after these seconds."""
     try:
         async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().run_in_executor(threads, work)
+            yield
     except OSError as error:  # also `TimeoutError`
         get_log().error("record_failed", reason=describe(error))
-        raise typed(error) from error
+        failure = StorageFailed(slow) if isinstance(error, TimeoutError) else typed(error)
+        raise failure from error

@@ -200,13 +200,13 @@ def test_the_server_logs_each_optimizer_step_and_tells_the_client(gate, client):
 
 @pytest.mark.parametrize("fault", [StorageFailed("no disk"), None])
 def test_rows_are_stored_although_the_servers_rows_cannot_be_read(gate, client, monkeypatch, fault):
-    async def read(*_: object) -> None:
+    async def read(*_: object, **_options: object) -> None:
         if fault is not None:
             raise fault
         await asyncio.Event().wait()
 
     run = new_run(gate)
-    monkeypatch.setattr(gate.gateway.record, "server_rows", read)
+    monkeypatch.setattr(gate.gateway.record, "rows_after", read)
     monkeypatch.setattr("gateway.api.tandem.record._READ_SECONDS", 0.1)
     told = log(client, run, (1, {"reward": 1}), server_after="1-0-7")
     assert (told["rows"], told["server_rows"], told["server_cursor"]) == (1, [], "1-0-7")

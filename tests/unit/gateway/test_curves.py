@@ -12,14 +12,14 @@ import pytest
 
 from gateway.runs.record.curves import Curve, CurveCache, CurveTable, downsampled, joined
 from gateway.runs.record.files import SegmentWriter, record_folder
-from gateway.runs.record.metrics import MetricsRow, lines_of_user
+from gateway.runs.record.metrics import MetricsRow, lines_of_rows
 
 RUN = "s-1:train:0"
 
 
 def written(folder, *rows, epoch=1):
     found = [MetricsRow(step, values, 1.0) for step, values in rows]
-    lines = lines_of_user(found, (), 0.0).lines
+    lines = lines_of_rows(found, "user", (), 0.0).lines
     SegmentWriter(folder, "metrics", epoch).append(b"".join(lines))
 
 

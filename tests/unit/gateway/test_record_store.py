@@ -16,7 +16,6 @@ from gateway.runs.record import store as store_module
 from gateway.runs.record.files import Place, record_folder
 from gateway.runs.record.lineage import ancestors_of, note_parent
 from gateway.runs.record.metrics import MetricsRow
-from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.reader import read_index
 from gateway.runs.record.rollouts import RolloutBatch
 from gateway.runs.record.store import RecordStore
@@ -71,7 +70,7 @@ def row(step, **values):
 
 
 async def index_of(record):
-    return (await record.summaries([RUN])).get(RUN, RecordIndex(RUN))
+    return (await record.summaries([RUN]))[RUN]
 
 
 async def points(record, name, run_id=RUN):
@@ -194,13 +193,12 @@ async def _check_files(record):
 
 
 async def test_a_disk_that_hangs_is_an_error_to_repeat(record, monkeypatch):
-    writing = await record._writing(RUN)
-    monkeypatch.setattr(store_module, "_WRITE", 0.0)
     go_on = threading.Event()
-    with pytest.raises(StorageFailed):
-        await record._in_thread(go_on.wait)
-    go_on.set()
-    async with writing.lock:
+    async with record._writing(RUN) as writing:
+        monkeypatch.setattr(store_module, "_WRITE", 0.0)
+        with pytest.raises(StorageFailed):
+            await record._in_thread(go_on.wait)
+        go_on.set()
         with pytest.raises(StorageFailed):
             await record.append_metrics(RUN, [row(1, a=1)], "user")
     assert not writing.lock.locked()
@@ -270,14 +268,14 @@ async def test_the_servers_rows_are_told_once_each_over_gateways(record, world):
     record.note_step(RUN, 1, {"loss": math.nan}, at=5.0)
     await record.append_metrics(RUN, [row(1, a=1)], "user")
     await until(lambda: not record._flushing)
-    rows, end = await record.server_rows(RUN, Place())
+    rows, end = await record.rows_after(RUN, Place(), only_server=True)
     assert rows == [MetricsRow(1, {"tandem/loss": "NaN"}, 5.0)]
     later = record_of(world, epoch=2)
     later.note_step(RUN, 2, {"loss": 1.0}, at=6.0)
     await later.close()
-    rows, end = await record_of(world, epoch=3).server_rows(RUN, end)
+    rows, end = await record_of(world, epoch=3).rows_after(RUN, end, only_server=True)
     assert [one.step for one in rows] == [2]
-    assert (await record.server_rows(RUN, end)) == ([], end)
+    assert (await record.rows_after(RUN, end, only_server=True)) == ([], end)
 
 
 async def test_a_step_with_a_reward_of_the_user_gets_no_reward_of_the_server(record):
