@@ -21,14 +21,13 @@ PATH = Path(__file__).parents[3] / "docs" / "tinker-compatibility.md"
 _HEAD = f"""\
 # Compatibility with the tinker SDK
 
-Written by the conformance suite (`make conformance`); do not edit. Every public method of the
-SDK's clients and every command of its command line is listed with what the suite asserts of it,
-against a real gateway with real trainers and samplers. A method without an assertion fails the
-suite.
+A whole passing run of the conformance suite (`make conformance`) writes this page. It lists every
+public method of the SDK's clients and every command of `tinker`, with the assertions of the suite
+against a real gateway, trainers and samplers. A row that names `_async` is also about that twin.
 
-The whole suite runs on tinker {NEWEST}; its core also runs on {OLDEST}, the oldest release we
-support (`scripts/conformance.sh {OLDEST}`). An older client whose protocol we do not speak is
-told once, with a 400, which version to install.
+The whole suite runs on tinker {NEWEST}. Its core also runs on the oldest supported
+release, {OLDEST}.
+The gateway refuses a client of an older protocol with a 400 that names the version to install.
 """
 
 
@@ -86,16 +85,27 @@ def all_claims() -> list[Claim]:
 def render(*, methods: list[Method], commands: list[str], claims: list[Claim]) -> str:
     lines = [_HEAD]
     for client in CLIENTS:
-        own = sorted((m for m in methods if m.owner == client), key=lambda method: method.name)
+        own = {m.name: m for m in sorted(methods, key=lambda m: m.name) if m.owner == client}
         lines += [f"\n## {client}: {len(own)} methods\n", "| method | asserted |", "|---|---|"]
-        lines += [_row(m.path, m.name + ("¹" if m.deprecated else ""), claims) for m in own]
+        for name, method in own.items():
+            if name.removesuffix("_async") in own.keys() - {name}:
+                continue  # in the row of its twin
+            shown, subjects = _named(name, method), {method.path}
+            if twin := own.get(f"{name}_async"):
+                shown += f", {_named('_async', twin)}"
+                subjects.add(twin.path)
+            lines.append(_row(shown, subjects, claims))
     lines += [f"\n## Command line: {len(commands)} commands\n", "| command | asserted |"]
     lines += ["|---|---|"]
-    lines += [_row(c, c.removeprefix(f"{COMMAND} "), claims) for c in sorted(commands)]
-    lines += ["\n¹ deprecated by the SDK, and served all the same\n"]
+    lines += [_row(f"`{c.removeprefix(f'{COMMAND} ')}`", {c}, claims) for c in sorted(commands)]
+    lines += ["\n¹ deprecated by the SDK, but supported\n"]
     return "\n".join(lines)
 
 
-def _row(subject: str, shown: str, claims: list[Claim]) -> str:
-    said = sorted({claim.that for claim in claims if claim.subject == subject})
-    return f"| `{shown.rstrip('¹')}`{'¹' if shown.endswith('¹') else ''} | {'; '.join(said)} |"
+def _named(name: str, method: Method) -> str:
+    return f"`{name}`" + ("¹" if method.deprecated else "")
+
+
+def _row(shown: str, subjects: set[str], claims: list[Claim]) -> str:
+    said = sorted({claim.that for claim in claims if claim.subject in subjects})
+    return f"| {shown} | {'; '.join(said)} |"
