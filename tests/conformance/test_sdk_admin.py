@@ -35,8 +35,7 @@ def window() -> tuple[datetime, datetime]:
 @proves_both(
     "AdminClient.get_billing_usage",
     "RestClient.get_billing_usage",
-    that="counts exactly the tokens that were trained on, prefilled and sampled, by session and "
-    "project",
+    that="counts trained, prefilled and sampled tokens exactly, by session and project",
 )
 def test_usage_counts_the_tokens(
     call: Call,
@@ -116,8 +115,7 @@ def test_storage_is_that_of_the_checkpoints(
 @proves_both(
     "AdminClient.get_audit_log",
     "RestClient.get_audit_log",
-    that="has what was done to which checkpoint and by whom; the checkpoint filter keeps it, and "
-    "another day does not",
+    that="names action, checkpoint and owner; filters by checkpoint and day",
 )
 def test_the_audit_log_has_what_was_done(
     call: Call, asked: RestClient | tinker.AdminClient, runs: dict[str, TrainingClient], request

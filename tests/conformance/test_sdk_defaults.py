@@ -70,7 +70,7 @@ def log(plain: tuple[PlainClient, str]) -> Log:
 
 @proves(
     "TrainingClient.optim_step",
-    that="each setting of Adam that a request leaves out has the default that AdamParams documents",
+    that="omitted settings have the defaults of AdamParams",
 )
 def test_adams_defaults_are_the_documented_ones(log: Log) -> None:
     documented = types.AdamParams().model_dump()
@@ -86,8 +86,7 @@ def test_adams_defaults_are_the_documented_ones(log: Log) -> None:
 
 @proves(
     "SamplingClient.sample",
-    that="each sampling setting that a request leaves out has the default that SamplingParams "
-    "documents",
+    that="omitted settings have the defaults of SamplingParams",
 )
 def test_samplings_defaults_are_the_documented_ones(
     plain: tuple[PlainClient, str],
@@ -135,7 +134,7 @@ LOSS_DEFAULTS = {
 @proves(
     "TrainingClient.forward_backward",
     "TrainingClient.forward",
-    that="each loss setting that is left out has its documented default",
+    that="omitted loss settings have their documented defaults",
 )
 def test_a_losss_defaults_are_the_documented_ones(
     runs: dict[str, TrainingClient], loss: str
@@ -165,7 +164,7 @@ def test_a_losss_defaults_are_the_documented_ones(
 
 @proves(
     "ServiceClient.create_lora_training_client",
-    that="what is left out is what the SDK documents: rank 32, all kinds of layers, Adam",
+    that="the defaults are the documented ones: rank 32, all kinds of layers, Adam",
 )
 def test_a_lora_runs_defaults_are_the_documented_ones(
     plain: tuple[PlainClient, str], rest: RestClient
@@ -195,7 +194,7 @@ def test_a_lora_runs_defaults_are_the_documented_ones(
 
 @proves(
     "TrainingClient.save_state",
-    that="left out, a checkpoint has no expiry and no metadata, and does not overwrite",
+    that="by default, a checkpoint has no expiry and no metadata, and does not overwrite",
 )
 def test_a_checkpoints_defaults_are_the_documented_ones(log: Log, rest: RestClient) -> None:
     path = log.post("save_weights", path="defaults")["path"]
@@ -206,7 +205,7 @@ def test_a_checkpoints_defaults_are_the_documented_ones(log: Log, rest: RestClie
 
 @proves(
     "TrainingClient.save_weights_and_get_sampling_client",
-    that="left out, the kind is a snapshot",
+    that="the default kind is a snapshot",
 )
 def test_a_sampler_is_a_snapshot_unless_asked_otherwise(
     runs: dict[str, TrainingClient],

@@ -104,7 +104,7 @@ def test_weights_are_described(
 @proves_both(
     "RestClient.publish_checkpoint_from_tinker_path",
     "RestClient.unpublish_checkpoint_from_tinker_path",
-    that="is seen in the lists, and doing it again changes nothing and does not stall",
+    that="is seen in the lists; a repeat changes nothing",
 )
 def test_publishing_is_seen_in_the_lists(call: Call, rest: RestClient, path: str) -> None:
     assert not listed(rest, path).public
@@ -189,8 +189,8 @@ def test_what_is_deleted_is_gone(
 @pytest.mark.core
 @proves_both(
     "RestClient.copy_weights",
-    that="the copy samples exactly as its source, is of a run of its own that refuses training, "
-    "outlives the source, and has the expiry that was asked for",
+    that="the copy samples exactly as its source, refuses training, outlives the source, and has "
+    "the requested expiry",
 )
 def test_a_copy_outlives_its_source(
     call: Call,

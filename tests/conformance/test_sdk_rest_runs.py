@@ -27,7 +27,7 @@ def is_recent(time: datetime) -> bool:
 @proves_both(
     "RestClient.get_training_run",
     "RestClient.get_training_run_by_tinker_path",
-    that="has the run's base model, rank, metadata, time of the last request and checkpoints",
+    that="has base model, rank, metadata, time of the last request and checkpoints",
 )
 def test_a_run_is_described(
     call: Call, rest: RestClient, runs: dict[str, TrainingClient], checkpoints: dict[str, str]

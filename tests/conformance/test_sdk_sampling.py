@@ -52,8 +52,8 @@ def sampler(trained: TrainingClient) -> SamplingClient:
 @pytest.mark.core
 @proves_both(
     "SamplingClient.sample",
-    that="a seed gives the same samples again, those of a request differ, and each has the "
-    "logprobs of the trainer's forward pass and an id of its own",
+    that="a seed repeats the samples; the samples of a request differ, and have the trainer's "
+    "logprobs and an id each",
 )
 def test_samples_follow_their_seed_and_the_trainer(
     call: Call, trained: TrainingClient, sampler: SamplingClient
@@ -91,7 +91,7 @@ def test_greedy_sampling_takes_the_most_likely_token(base_sampler: SamplingClien
 @pytest.mark.core
 @proves(
     "SamplingClient.sample",
-    that="the logprobs of samples are those of the distribution at the request's temperature",
+    that="logprobs are at the request's temperature",
 )
 def test_sampled_logprobs_are_tempered(base_sampler: SamplingClient, base) -> None:
     (sequence,) = sample(base_sampler, PROMPT, tokens=8, seed=4, temperature=0.5)
@@ -105,7 +105,7 @@ def test_sampled_logprobs_are_tempered(base_sampler: SamplingClient, base) -> No
 @pytest.mark.core
 @proves(
     "SamplingClient.sample",
-    that="stops at a token id and at a string, both of which are in the tokens that come back",
+    that="stops at a token id or a string, which the sample includes",
 )
 def test_stops_end_a_sample(base_sampler: SamplingClient, model_path) -> None:
     from transformers import AutoTokenizer
@@ -203,9 +203,7 @@ def test_computed_logprobs_are_a_forward_pass(
         assert found[1:] == pytest.approx(expected.tolist(), abs=TOLERANCE)
 
 
-@proves_both(
-    "SamplingClient.compute_logprobs", that="scores the last N tokens alone when it is asked to"
-)
+@proves_both("SamplingClient.compute_logprobs", that="can score only the last N tokens")
 def test_the_last_tokens_can_be_scored_alone(
     call: Call, base_sampler: SamplingClient, base
 ) -> None:

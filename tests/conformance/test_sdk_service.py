@@ -88,7 +88,7 @@ def continued(
 @pytest.mark.core
 @proves_both(
     "ServiceClient.create_training_client_from_state_with_optimizer",
-    that="the new run goes on exactly as the saved one went on, moments included",
+    that="the new run continues exactly as the saved one, with its moments",
 )
 def test_with_the_optimizer_training_goes_on_exactly(call: Call, continued) -> None:
     run, saved, expected = continued[call.variant, CONTINUATIONS[1]]
@@ -200,7 +200,7 @@ def test_the_console_address_names_the_session(service: ServiceClient, session_i
 
 
 @pytest.mark.core
-@proves("ServiceClient.close", that="ends the session at once: it takes no more work")
+@proves("ServiceClient.close", that="ends the session at once")
 def test_a_closed_session_takes_no_work(stack: TestStack) -> None:
     service = ServiceClient()
     session_id = service.holder.get_session_id()
@@ -219,7 +219,7 @@ def test_a_closed_session_takes_no_work(stack: TestStack) -> None:
 )
 @proves(
     "ServiceClient.close",
-    that="keeps the reason and the detail that were given; leaving a `with` block closes, too",
+    that="keeps reason and detail; the end of a `with` block closes, too",
 )
 def test_closing_keeps_the_reason(rest: RestClient, how: str, reason: str) -> None:
     service = ServiceClient(display_name=f"Ended by {how}")
@@ -247,7 +247,7 @@ def test_closing_keeps_the_reason(rest: RestClient, how: str, reason: str) -> No
     "SamplingClient.get_telemetry",
     "RestClient.get_telemetry",
     "AdminClient.get_telemetry",
-    that="is the sender of the client's events, and the gateway accepts what it sends",
+    that="sends the client's events, and the gateway accepts them",
 )
 def test_telemetry_is_accepted(
     service: ServiceClient,

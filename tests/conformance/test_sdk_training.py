@@ -40,8 +40,7 @@ def cross_entropy(rows: list[torch.Tensor]) -> torch.Tensor:
 @pytest.mark.core
 @proves_both(
     "TrainingClient.forward",
-    that="its logprobs and loss are those of a plain transformers forward pass, and it leaves no "
-    "gradients",
+    that="has the logprobs and loss of a plain transformers forward pass; leaves no gradients",
 )
 def test_forward_is_a_plain_forward(call: Call, any_run: TrainingClient, base) -> None:
     tokens = sequences(5, seed=1)
@@ -128,8 +127,7 @@ def test_a_custom_loss_is_differentiated(call: Call, full: TrainingClient, base)
 @proves(
     "ServiceClient.create_custom_loss",
     "TrainingClient.forward_backward_custom",
-    that="a traced loss runs on the server, with the loss, metrics and weights that the same "
-    "function has on the client",
+    that="a traced loss has the loss, metrics and weights of the same function on the client",
 )
 def test_a_traced_loss_runs_on_the_server(
     service: ServiceClient, full: TrainingClient, base
@@ -227,8 +225,8 @@ def test_the_console_address_names_the_run(runs: dict[str, TrainingClient]) -> N
     "TrainingClient.load_state",
     "TrainingClient.load_state_with_optimizer",
     "TrainingClient.save_state",
-    that="going on from a saved state gives the next losses exactly: with the optimizer those of "
-    "the uninterrupted run, without it those of the same weights and a fresh optimizer",
+    that="a loaded state gives the next losses exactly: with the optimizer those of the "
+    "uninterrupted run, else those of a fresh optimizer",
 )
 @pytest.mark.core
 def test_a_saved_state_is_gone_on_from_exactly(call: Call, any_run: TrainingClient) -> None:

@@ -77,7 +77,7 @@ def test_an_inflight_sampler_follows(call: Call, any_run: TrainingClient) -> Non
     "TrainingClient.save_weights_for_sampler",
     "TrainingClient.create_sampling_client",
     "ServiceClient.create_sampling_client",
-    that="named sampler weights serve the logprobs that the trainer had when they were saved",
+    that="named weights have the trainer's logprobs at the save",
 )
 def test_named_weights_are_served_as_they_were_saved(
     call: Call, any_run: TrainingClient, service: ServiceClient
@@ -102,8 +102,7 @@ def test_named_weights_are_served_as_they_were_saved(
 )
 @proves_both(
     "RestClient.get_external_weights_urls",
-    that="each address gives its file without a key, with the time until when, and nothing once "
-    "it is altered",
+    that="each address gives its file without a key, names its expiry, and is refused if altered",
 )
 def test_an_export_loads_in_other_programs(
     call: Call, any_run: TrainingClient, rest: RestClient, model_path: Path, tmp_path: Path
