@@ -115,54 +115,41 @@ def charts(
     events: Sequence[RowMapping], names: WorkerNames, *, since: float, now: float
 ) -> list[Chart]:
     """Return one chart for each group, by name. Workers without a group are in the last one."""
-    bars: defaultdict[tuple[str, str], list[Bar]] = defaultdict(list)
-    labels: dict[str, str] = {}
-    lasting: dict[str, RowMapping] = {}
-
-    def end(row: RowMapping, at: float, busy: float) -> None:
-        begin = max(row["at"], since)
-        if at <= begin:
-            return
-        scale = WIDTH / (now - since)
-        seen = names.caller.may_see(row["owner"])
-        bars[row["group_name"], row["key"]].append(
-            Bar(
-                x=LEFT + (begin - since) * scale,
-                width=(at - begin) * scale,
-                state=row["state"],
-                title=_title(row, at, busy) if seen else row["state"],
-            )
-        )
-
+    rows_of: defaultdict[str, list[RowMapping]] = defaultdict(list)
     for row in events:
-        labels[row["key"]], _ = names.of(row["key"], row["kind"], row["owner"])
-        if (before := lasting.pop(row["key"], None)) is not None:
-            end(before, row["at"], row["busy_seconds"])
-        if row["state"] != "gone":
-            lasting[row["key"]] = row
-    for row in lasting.values():
-        end(row, now, 0.0)
-    groups = sorted({group for group, _ in bars}, key=lambda name: (not name, name))
+        rows_of[row["key"]].append(row)
+    bars: defaultdict[str, dict[str, list[Bar]]] = defaultdict(dict)
+    labels: dict[str, str] = {}
+    scale = WIDTH / (now - since)
+    for key, rows in rows_of.items():
+        labels[key], _ = names.of(key, rows[0]["kind"], rows[0]["owner"])
+        seen = names.caller.may_see(rows[0]["owner"])
+        for row, after in zip(rows, [*rows[1:], None], strict=True):
+            begin, end = max(row["at"], since), after["at"] if after else now
+            if row["state"] == "gone" or end <= begin:
+                continue
+            title = _title(row, end, after["busy_seconds"] if after else 0.0)
+            x, width = LEFT + (begin - since) * scale, (end - begin) * scale
+            bar = Bar(x, width, row["state"], title if seen else row["state"])
+            bars[row["group_name"]].setdefault(key, []).append(bar)
     ticks = _ticks(since, now)
-    return [_chart(group, bars, labels, ticks) for group in groups]
+    groups = sorted(bars, key=lambda name: (not name, name))
+    return [_chart(group, bars[group], labels, ticks) for group in groups]
 
 
 def _chart(
     group: str,
-    bars: Mapping[tuple[str, str], Sequence[Bar]],
+    bars: Mapping[str, Sequence[Bar]],
     labels: Mapping[str, str],
     ticks: Sequence[tuple[float, float]],
 ) -> Chart:
-    keys = sorted(
-        (key for of, key in bars if of == group), key=lambda key: min(b.x for b in bars[group, key])
-    )
-    shown = keys[-_MOST_LANES:]
+    keys = sorted(bars, key=lambda key: bars[key][0].x)
     lanes = [
-        Lane(labels[key], y=_TOP + number * _ROW, bars=_drawable(bars[group, key]))
-        for number, key in enumerate(shown)
+        Lane(labels[key], _TOP + number * _ROW, _drawable(bars[key]))
+        for number, key in enumerate(keys[-_MOST_LANES:])
     ]
     height = _TOP + len(lanes) * _ROW
-    return Chart(group, height, lanes, ticks, hidden=len(keys) - len(shown))
+    return Chart(group, height, lanes, ticks, hidden=len(keys) - len(lanes))
 
 
 def _drawable(bars: Sequence[Bar]) -> list[Bar]:
