@@ -13,18 +13,15 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
-from functools import lru_cache
 from pathlib import Path
-from types import SimpleNamespace
 
 import uvicorn
 from fastapi import FastAPI
-from pydantic import ValidationError
 from sqlalchemy import insert
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from gateway.api.errors import ErrorResponses
-from gateway.api.openai.tokenizer import ModelTokenizer
+from gateway.api.openai.service import InferenceService
 from gateway.api.pages import compare, rollouts, run, runs, sign_in
 from gateway.api.pages.run_views import RunViews
 from gateway.app import path_operations
@@ -62,6 +59,7 @@ def view_app(data_dir: Path, *, ready: Callable[[], None]) -> FastAPI:
                 for folder in folders:
                     await _add_run(gateway, folder)
                 app.state.gateway = gateway
+                app.state.inference = InferenceService(gateway)
                 app.state.run_views = RunViews(gateway)
                 ready()
                 yield
@@ -72,33 +70,20 @@ def view_app(data_dir: Path, *, ready: Callable[[], None]) -> FastAPI:
 
     app = FastAPI(lifespan=lifespan, openapi_url=None, docs_url=None, redoc_url=None)
     app.state.files_only = True
-    app.state.inference = SimpleNamespace(
-        tokenizer=lru_cache(maxsize=8)(lambda model: ModelTokenizer(model.name, Path(model.path)))
-    )
     for router in _ROUTERS:
         app.include_router(router)
-    app.router.routes = [
-        route
-        for route in path_operations(app)
-        if "GET" in route.methods and route.path != "/sign-in"
-    ]
+    shown = (each for each in path_operations(app) if "GET" in each.methods)
+    app.router.routes = [each for each in shown if each.path != "/sign-in"]
     ErrorResponses({}).register(app)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])
     return app
 
 
 async def _gateway(temporary: Path, data_dir: Path) -> Gateway:
-    """Return the parts of a gateway that pages read. It starts no worker and removes nothing."""
+    """Return the parts of a gateway that pages read. It starts no worker and removes nothing.
+    `tandem view` has removed the gateway's settings from the environment."""
     (temporary / "runs").symlink_to(data_dir / "runs")
-    settings = GatewaySettings(
-        data_dir=temporary,
-        database_url="",
-        database_url_file=None,
-        private_dir=None,
-        models_dir=data_dir / "models",
-        launcher="agent",
-        agents={},
-    )
+    settings = GatewaySettings(data_dir=temporary, models_dir=data_dir / "models")
     epoch = Epoch(number=1, superseded=lambda: None)
     gateway = Gateway(
         settings,
@@ -130,7 +115,7 @@ async def _add_run(gateway: Gateway, folder: Path) -> None:
         statements.append(insert(tables.run_records).values(asdict(index)))
         statements += [insert(tables.rollout_batches).values(asdict(each)) for each in batches]
         await gateway.database.write_together(*statements)
-    except (OSError, ValueError, KeyError, ValidationError, TandemError) as error:
+    except (OSError, ValueError, KeyError, TandemError) as error:
         print(f"left out {folder.parent.name}: {describe(error)}", file=sys.stderr)
 
 
