@@ -7,16 +7,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from tandem.errors import UserError, describe
 from tandem.tracking.outbox import MetricRow
 
+_MOST_ROWS = 20_000
+"""Waiting rows of one exporter."""
+
 
 class Exporter(Protocol):
-    """A tool that gets all rows, in the sender's thread. An error ends the exporter only.
-
-    `close` has a thread of its own, which begins it behind the last row."""
+    """A tool that gets all rows, in a thread of its own. An error ends the exporter only."""
 
     @property
     def name(self) -> str: ...
@@ -24,43 +26,46 @@ class Exporter(Protocol):
     def close(self) -> None: ...
 
 
-class ClosingExporter:
-    """An exporter that a thread closes, never while it takes rows.
+class ExporterThread:
+    """Gives an exporter its rows, and then closes it. Problems go to `warn(kind, sentence)`.
 
     The thread begins here, because Python begins none while the program ends."""
 
-    def __init__(self, exporter: Exporter) -> None:
-        self.name = exporter.name
+    def __init__(self, exporter: Exporter, *, warn: Callable[[str, str], None]) -> None:
         self._exporter = exporter
-        self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._closed = False
-        self._error = ""
-        self._thread = threading.Thread(target=self._close, name="tandem-exporter", daemon=True)
+        self._warn = warn
+        self._rows: SimpleQueue[MetricRow | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="tandem-exporter", daemon=True)
         self._thread.start()
 
-    def export_rows(self, rows: Sequence[MetricRow]) -> None:
-        """Raises any error of the exporter."""
-        with self._lock:
-            for row in () if self._closed else rows:
-                self._exporter.export_row(row)
+    def put_row(self, row: MetricRow) -> None:
+        if self._rows.qsize() < _MOST_ROWS:
+            self._rows.put(row)
+        elif self._thread.is_alive():
+            self._tell("loses rows", "it is too slow")
 
     def begin_close(self) -> None:
-        self._ending.set()
+        self._rows.put(None)
 
-    def wait_closed(self, timeout: float) -> str:
-        """Return why the exporter is not closed after `timeout` s, or ""."""
+    def wait_closed(self, timeout: float) -> None:
         self._thread.join(timeout)
-        return "it takes too long" if self._thread.is_alive() else self._error
+        if self._thread.is_alive():
+            self._tell("is not closed", "it takes too long")
 
-    def _close(self) -> None:
-        self._ending.wait()
-        with self._lock:
-            self._closed = True
-            try:
-                self._exporter.close()
-            except Exception as error:  # noqa: BLE001 - another library must not end the program
-                self._error = describe(error, typed=True)
+    def _work(self) -> None:
+        try:
+            for row in iter(self._rows.get, None):
+                self._exporter.export_row(row)
+        except Exception as error:  # noqa: BLE001 - another library must not end the program
+            self._tell("gets no more rows", describe(error, typed=True))
+        try:
+            self._exporter.close()
+        except Exception as error:  # noqa: BLE001 - as above
+            self._tell("is not closed", describe(error, typed=True))
+
+    def _tell(self, what: str, why: str) -> None:
+        name = self._exporter.name
+        self._warn(f"{what} {name}", f"{name} {what}: {why}")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
@@ -56,17 +55,13 @@ Item = MetricRow | RolloutRows | IdentityChange
 
 
 class Outbox:
-    """Rows in order of arrival. Above `limit` bytes, the oldest rows are dropped.
+    """Rows in order of arrival. Above `limit` bytes, the oldest rows are dropped."""
 
-    With `exported`, it also keeps metrics until an exporter takes them, within the same limit."""
-
-    def __init__(self, *, limit: int, exported: bool) -> None:
+    def __init__(self, *, limit: int) -> None:
         self._limit = limit
-        self._exported = exported
         self._changed = threading.Condition()
         self._items: deque[Item] = deque()
-        self._fresh: deque[MetricRow] = deque()
-        self._bytes = self._fresh_bytes = 0
+        self._bytes = 0
         self._waiters = 0
         self._closed = False
         self.abandoned = False
@@ -77,35 +72,26 @@ class Outbox:
         with self._changed:
             if self._closed:
                 return item.rows
-            idle = not self._items and not self._fresh
             self._items.append(item)
             self._bytes += item.size
-            if self._exported and isinstance(item, MetricRow):
-                self._fresh.append(item)
-                self._fresh_bytes += item.size
-                while self._fresh_bytes > self._limit:
-                    self._fresh_bytes -= self._fresh.popleft().size
+            if len(self._items) == 1:  # only then does the sender wait for an item
+                self._changed.notify_all()
             while self._bytes > self._limit:
                 oldest = self._items.popleft()
                 self._bytes -= oldest.size
                 dropped += oldest.rows
-            if idle:  # only then does the sender wait for an item
-                self._changed.notify_all()
         return dropped
 
     def drain(self, timeout: float, *, close: bool = False) -> int:
         """Wait until all is sent. Returns the number of rows that were not sent in `timeout` s.
 
         With `close`, the outbox takes no more rows, and abandons the unsent ones."""
-        deadline = time.monotonic() + timeout
         with self._changed:
             self._waiters += 1
             self._closed = self._closed or close
             self._changed.notify_all()
             try:
-                self._changed.wait_for(
-                    lambda: not self._items and not self._fresh, deadline - time.monotonic()
-                )
+                self._changed.wait_for(lambda: not self._items, timeout)
             finally:
                 self._waiters -= 1
                 self.abandoned = close and bool(self._items)
@@ -121,8 +107,8 @@ class Outbox:
     def has_work(self) -> bool:
         """Wait for an item. Returns False when no more will be sent."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._fresh or self._closed)
-            return not self.abandoned and bool(self._items or self._fresh)
+            self._changed.wait_for(lambda: self._items or self._closed)
+            return not self.abandoned and bool(self._items)
 
     def pause(self, seconds: float, *, hurried: float) -> None:
         """Wait, at most `hurried` seconds if `drain` waits too."""
@@ -130,13 +116,6 @@ class Outbox:
             self._changed.wait_for(lambda: self.hurried, seconds)
             if self.hurried:
                 self._changed.wait_for(lambda: self.abandoned, hurried)
-
-    def take_fresh(self) -> list[MetricRow]:
-        with self._changed:
-            fresh = list(self._fresh)
-            self._fresh.clear()
-            self._fresh_bytes = 0
-            return fresh
 
     def oldest(self) -> list[Item]:
         """Return the items of the next request: several metric rows, or one other item."""

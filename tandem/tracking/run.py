@@ -16,7 +16,7 @@ import httpx
 
 from tandem.errors import UserError, describe
 from tandem.protocol.own_machine import http_client
-from tandem.tracking.exporters import ClosingExporter, Exporter, TrackedIdentity, make_exporters
+from tandem.tracking.exporters import Exporter, ExporterThread, TrackedIdentity, make_exporters
 from tandem.tracking.outbox import IdentityChange, Item, MetricRow, Outbox, RolloutRows
 from tandem.tracking.sender import RecordSender, Warnings
 from tandem.tracking.values import as_number, snapshot
@@ -53,7 +53,9 @@ class TrackedRun:
         self.url = f"{url}/runs/{quote(run_id, safe=':')}"
         """The run's page."""
         self._connect = connect
-        self._exporters = [ClosingExporter(each) for each in exporters]
+        self._warnings = Warnings()
+        warn = self._warnings.warn_once
+        self._exporters = [ExporterThread(each, warn=warn) for each in exporters]
         self._buffer_bytes = buffer_bytes
         self._finished = False
         self._begin()
@@ -62,8 +64,7 @@ class TrackedRun:
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lost = 0
-        self._warnings = Warnings()
-        self._outbox = Outbox(limit=self._buffer_bytes, exported=bool(self._exporters))
+        self._outbox = Outbox(limit=self._buffer_bytes)
         self._sender = RecordSender(
             self.run_id,
             outbox=self._outbox,
@@ -96,7 +97,10 @@ class TrackedRun:
                 numbers[str(name)] = taken
         if numbers:
             size = _ROW_BYTES + _VALUE_BYTES * len(numbers)
-            self._put(MetricRow(step=number, at=time.time(), values=numbers, size=size))
+            row = MetricRow(step=number, at=time.time(), values=numbers, size=size)
+            self._put(row)
+            for exporter in self._exporters:
+                exporter.put_row(row)
 
     def rollouts(
         self, step: int, rollouts: Iterable[Mapping[str, Any]], *, sample: float = 1.0
@@ -147,14 +151,11 @@ class TrackedRun:
             self._lost += unsent
             self._warnings.warn_once("unsent", f"{unsent} rows of {self.run_id} were not sent")
         self._sender.thread.join(max(0.0, deadline - time.monotonic()))
-        deadline = max(deadline, time.monotonic() + _CLOSE_SECONDS)
         for exporter in self._exporters:
             exporter.begin_close()
+        deadline = max(deadline, time.monotonic() + _CLOSE_SECONDS)
         for exporter in self._exporters:
-            if why := exporter.wait_closed(max(0.0, deadline - time.monotonic())):
-                self._warnings.warn_once(
-                    f"close {exporter.name}", f"{exporter.name} is not closed: {why}"
-                )
+            exporter.wait_closed(max(0.0, deadline - time.monotonic()))
 
     def set_identity(self, fields: Mapping[str, Any]) -> None:
         """Change `name`, `tags` or `config`. No fields only check that the run exists.

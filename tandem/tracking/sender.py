@@ -1,4 +1,4 @@
-"""The daemon thread that sends an outbox to the gateway and to the exporters."""
+"""The daemon thread that sends an outbox to the gateway, and gets the server's rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 import orjson
 
 from tandem.errors import InvalidRequest, TandemError, describe, from_type
-from tandem.tracking.exporters import ClosingExporter
+from tandem.tracking.exporters import ExporterThread
 from tandem.tracking.outbox import IdentityChange, Item, MetricRow, Outbox, RolloutRows
 from tandem.tracking.values import as_json_number, encoded, from_json_number
 
@@ -53,14 +53,14 @@ class RecordSender:
         *,
         outbox: Outbox,
         client: httpx.Client,
-        exporters: Sequence[ClosingExporter],
+        exporters: Sequence[ExporterThread],
         warnings: Warnings,
     ) -> None:
         self._run_id = run_id
         self._path = f"runs/{quote(run_id, safe=':')}"
         self._outbox = outbox
         self._client = client
-        self._exporters = list(exporters)
+        self._exporters = exporters
         self._warnings = warnings
         self._cursor = "0"  # the beginning
         self._pause = self._retry_at = 0.0
@@ -84,7 +84,6 @@ class RecordSender:
 
     def _send_waiting(self) -> None:
         self._outbox.pause(_LINGER_SECONDS, hurried=0)
-        self._export(self._outbox.take_fresh())
         if time.monotonic() >= self._retry_at or self._outbox.hurried:
             while (items := self._outbox.oldest()) and not self._outbox.abandoned:
                 if not self._deliver(items):
@@ -142,7 +141,9 @@ class RecordSender:
             sentence = f"the gateway dropped {dropped} rows of {self._run_id}: {told.get('why')}"
             self._warnings.warn_once("dropped", sentence)
         self._cursor = told.get("server_cursor", self._cursor)
-        self._export([_server_row(row) for row in told.get("server_rows", [])])
+        for row in map(_server_row, told.get("server_rows", [])):
+            for exporter in self._exporters:
+                exporter.put_row(row)
 
     def _refuse(self, items: Sequence[Item], error: TandemError) -> bool:
         if items and isinstance(items[0], IdentityChange):
@@ -166,17 +167,6 @@ class RecordSender:
         if self._outbox.hurried:
             self._outbox.pause(0, hurried=_HURRIED_PAUSE)
         return False
-
-    def _export(self, rows: Sequence[MetricRow]) -> None:
-        for exporter in list(self._exporters):
-            try:
-                exporter.export_rows(rows)
-            except Exception as error:  # noqa: BLE001 - another library must not end the thread
-                self._exporters.remove(exporter)
-                self._warnings.warn_once(
-                    f"exporter {exporter.name}",
-                    f"{exporter.name} gets no more rows: {describe(error, typed=True)}",
-                )
 
 
 def _as_json(row: MetricRow) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 
 import tandem
 from tandem.errors import UnknownRun, UserError
-from tandem.tracking.outbox import MetricRow, Outbox
+from tandem.tracking.outbox import MetricRow
 from tandem.tracking.run import TrackedRun, start_tracking
 from tandem.tracking.values import as_number, encoded, snapshot
 from tests.support.waiting import wait_until
@@ -394,10 +394,7 @@ def test_an_exporter_gets_rows_also_while_the_gateway_is_dead(start, gateway):
     kept = Kept()
     run = start(exporters=[kept])
     run.log(1, {"reward": 1.0})
-    run.flush(timeout=0.1)
-    assert len(kept.rows) == 1
-    run.log(2, {"reward": 1.0})
-    wait_until(lambda: len(kept.rows) == 2)
+    wait_until(lambda: len(kept.rows) == 1)
 
 
 def test_a_failing_exporter_ends_alone(start, gateway, warnings):
@@ -410,6 +407,7 @@ def test_a_failing_exporter_ends_alone(start, gateway, warnings):
     for step in range(2):
         run.log(step, {"reward": 1.0})
         assert run.flush()
+    run.finish()
     assert len(kept.rows) == 2 and len(gateway.rows()) == 2
     assert len(warnings()) == 1 and "disk quota" in warnings()[0]
 
@@ -442,8 +440,11 @@ def test_an_exporter_that_fails_or_hangs_at_the_end_costs_a_warning(
     assert "disk quota" in warnings()[0] and "hanging is not closed" in warnings()[1]
 
 
-def test_an_exporter_is_not_closed_while_it_takes_a_row(start, gateway, warnings, monkeypatch):
+def test_a_slow_exporter_loses_rows_and_is_not_closed_while_it_takes_one(
+    start, gateway, warnings, monkeypatch
+):
     monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 0.1)
+    monkeypatch.setattr("tandem.tracking.exporters._MOST_ROWS", 2)
     released, entered = threading.Event(), threading.Event()
 
     class Hanging(Kept):
@@ -457,20 +458,14 @@ def test_an_exporter_is_not_closed_while_it_takes_a_row(start, gateway, warnings
     run = start(exporters=[hanging])
     run.log(1, {"reward": 1.0})
     entered.wait(10)
+    for step in range(2, 9):
+        run.log(step, {"reward": 1.0})
+    assert run.flush() and warnings() == ["kept loses rows: it is too slow"]
     run.finish(timeout=0.1)
     assert not hanging.closed and "kept is not closed" in warnings()[-1]
     released.set()
     wait_until(lambda: hanging.closed)
-    assert len(hanging.rows) == 1
-
-
-def test_rows_for_an_exporter_are_bounded_like_the_unsent_ones():
-    outbox = Outbox(limit=1000, exported=True)
-    for step in range(50):
-        outbox.put(MetricRow(step=step, at=0.0, values={}, size=300))
-    assert [row.step for row in outbox.take_fresh()] == [47, 48, 49]
-    outbox.put(MetricRow(step=50, at=0.0, values={}, size=300))
-    assert [row.step for row in outbox.take_fresh()] == [50]
+    assert [row.step for row in hanging.rows] == [1, 2, 3]
 
 
 # --- tandem.track ----------------------------------------------------------------------------
