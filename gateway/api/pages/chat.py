@@ -14,10 +14,8 @@ from typing import Annotated, Any, cast
 
 import orjson
 from fastapi import Query
-from pydantic import ValidationError
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Message, Receive
 
 from gateway.api.openai.routes import EventStream
 from gateway.api.openai.schemas import (
@@ -27,11 +25,13 @@ from gateway.api.openai.schemas import (
     Json,
 )
 from gateway.api.openai.service import Generation, InferenceService
-from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
-from gateway.api.request_body import FIELDS_BODY, check_json_size, fault
+from gateway.api.pages.routing import FORM_CONTENT, Page, PageRouter, read_form
+from gateway.api.request_body import FIELDS_BODY, check_json_size, validate
 from tandem.errors import InvalidRequest, TandemError, UnsupportedInput
 
 router = PageRouter()
+
+Token = tuple[str, float, Sequence[tuple[str, float]]]
 
 _MOST_LISTED = 200
 _ALTERNATIVES = 5
@@ -41,25 +41,13 @@ _DEFAULTS = {"temperature": "0.7", "top_p": "1", "max_tokens": "256"}
 
 
 @dataclass(frozen=True)
-class ChatToken:
-    """A sampled token with its likeliest alternatives. `shade` is from 0 (certain) to 9."""
-
-    text: str
-    logprob: float
-    alternatives: Sequence[tuple[str, float]]
-
-    @property
-    def shade(self) -> int:
-        return shade_of(self.logprob)
-
-
-@dataclass(frozen=True)
 class Turn:
-    """A message, its tokens, and the weight version of an answer. `problem` is in its place."""
+    """A message, its tokens, and the weight version of an answer. `problem` is in its place. A
+    token is its text, its logprob, and the texts and logprobs of its likeliest alternatives."""
 
     role: str
     text: str
-    tokens: Sequence[ChatToken] = ()
+    tokens: Sequence[Token] = ()
     version: str = ""
     problem: str = ""
 
@@ -79,21 +67,15 @@ class Side:
         return orjson.dumps([*said]).decode()
 
 
-def shade_of(logprob: float) -> int:
-    """Return a token's shade: 0 for a probability near 1, 9 below about 1 in 1,000."""
-    return min(9, int(-logprob * 1.3))
-
-
 @router.operation("GET", "/chat", role="reader")
 async def chat_page(
-    page: PageDep,
     request: Request,
     model: Annotated[str, Query(max_length=400)] = "",
     model2: Annotated[str, Query(max_length=400)] = "",
 ) -> Response:
     """Show the form for messages."""
     form = {**_DEFAULTS, "model": model, "model2": model2}
-    return await _render(page, request, form, _sides(form))
+    return await _render(request, form, _sides(form))
 
 
 # A browser's form is not JSON.
@@ -101,9 +83,12 @@ async def chat_page(
 async def chat(request: Request) -> Response:
     """Answer a message with each chosen model, and show both conversations."""
     form = await read_form(request)
-    page, sides = Page(request), await asyncio.to_thread(_sides, form)
-    await asyncio.gather(*(_answer(page, request, form, side) for side in sides))
-    return await _render(page, request, form, sides)
+    sides = await asyncio.to_thread(_sides, form)
+    try:
+        await asyncio.gather(*(_answer(request, form, side) for side in sides))
+    except ClientDisconnect:
+        return Response(status_code=499)  # for the log, as the client is gone
+    return await _render(request, form, sides)
 
 
 # A browser's form is not JSON.
@@ -118,51 +103,47 @@ async def chat_stream(request: Request) -> Response:
     side = next((each for each in sides if each.number == number), None)
     if side is None:
         raise InvalidRequest("the form names no model; choose one")
-    parts = _parts(Page(request), request, form, side)
+    parts = _parts(request, form, side)
     try:
         return EventStream(await anext(parts), parts)
     except ClientDisconnect:
-        return Response(status_code=499)  # for the log, as the client is gone
+        return Response(status_code=499)
 
 
 async def _parts(
-    page: Page, request: Request, form: Mapping[str, str], side: Side
+    request: Request, form: Mapping[str, str], side: Side
 ) -> AsyncGenerator[list[Json], None]:
-    sampling = _sampling(page, request, form, side, receive=request.receive)
+    sampling = _sampling(request, form, side, stream=True)
     async with sampling as running, aclosing(running.parts()) as steps:
         async for parts in steps:
             yield [_event(part) for part in parts]
 
 
-async def _answer(page: Page, request: Request, form: Mapping[str, str], side: Side) -> None:
+async def _answer(request: Request, form: Mapping[str, str], side: Side) -> None:
     """Add the message and its answer, or the reason why there is none, to the conversation."""
     message = form.get("message", "").strip()
     try:
-        async with _sampling(page, request, form, side) as running:
+        async with _sampling(request, form, side, stream=False) as running:
             event = _event(await running.response())
     except TandemError as error:
-        side.turns += [Turn("user", message), Turn("assistant", "", problem=error.message)]
-        return
-    tokens = [ChatToken(*each) for each in cast(list[Any], event["tokens"])]
-    version = str(event["tandem_weight_version"])
-    answer = Turn("assistant", str(event["text"]), tokens=tokens, version=version)
+        answer = Turn("assistant", "", problem=error.message)
+    else:
+        tokens = cast(Sequence[Token], event["tokens"])
+        version = str(event["tandem_weight_version"])
+        answer = Turn("assistant", str(event["text"]), tokens=tokens, version=version)
     side.turns += [Turn("user", message), answer]
 
 
 @asynccontextmanager
 async def _sampling(
-    page: Page,
-    request: Request,
-    form: Mapping[str, str],
-    side: Side,
-    receive: Receive | None = None,
+    request: Request, form: Mapping[str, str], side: Side, *, stream: bool
 ) -> AsyncIterator[Generation]:
-    """Start an answer, a stream with `receive`. A model without a chat template gets plain text."""
-    service, stream = _service(request), receive is not None
+    """Start an answer. A model without a chat template gets plain text."""
+    service, caller = _service(request), Page(request).caller
 
     async def begin(mode: str) -> Generation:
         asked = _sample_request({**form, "mode": mode}, side, stream=stream)
-        sampling = service.start_sampling(asked, caller=page.caller, receive=receive or _forever)
+        sampling = service.start_sampling(asked, caller=caller, receive=request.receive)
         return await stack.enter_async_context(sampling)
 
     async with AsyncExitStack() as stack:
@@ -176,42 +157,29 @@ async def _sampling(
         yield running
 
 
-async def _forever() -> Message:
-    """Never receive: an answer is bounded by its tokens and by the gateway's timeouts."""
-    never: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-    return await never
-
-
 def _event(part: Json) -> Json:
     """Return a part's text and tokens in one form for chats and completions."""
-    choices = cast(list[Json], part["choices"])
-    choice = choices[0] if choices else {}
-    said = cast(Json, choice.get("message") or choice.get("delta") or {})
+    choice: dict[str, Any] = next(iter(cast(list[Json], part["choices"])), {})
+    said = choice.get("message") or choice.get("delta") or {}
     return {
         "text": said.get("content") or choice.get("text") or "",
-        "tokens": _tokens(cast(Json, choice.get("logprobs") or {})),
-        "finish": choice.get("finish_reason"),
+        "tokens": _tokens(choice.get("logprobs") or {}),
         "tandem_weight_version": part["tandem_weight_version"],
     }
 
 
-def _tokens(logprobs: Json) -> list[tuple[object, object, list[tuple[object, object]]]]:
-    if (content := logprobs.get("content")) is not None:
+def _tokens(logprobs: Mapping[str, Any]) -> list[Token]:
+    if "content" in logprobs:
         return [
             (
                 each["token"],
                 each["logprob"],
-                [(o["token"], o["logprob"]) for o in cast(list[Json], each["top_logprobs"])],
+                [(other["token"], other["logprob"]) for other in each["top_logprobs"]],
             )
-            for each in cast(list[Json], content)
+            for each in logprobs["content"]
         ]
-    names = cast(list[object], logprobs.get("tokens") or [])
-    values = cast(list[object], logprobs.get("token_logprobs") or [])
-    tops = cast(list[Json | None], logprobs.get("top_logprobs") or [None] * len(names))
-    return [
-        (name, value, [*(top or {}).items()])
-        for name, value, top in zip(names, values, tops, strict=True)
-    ]
+    columns = (logprobs.get(name, ()) for name in ("tokens", "token_logprobs", "top_logprobs"))
+    return [(text, own, [*top.items()]) for text, own, top in zip(*columns, strict=True)]
 
 
 def _sample_request(form: Mapping[str, str], side: Side, *, stream: bool) -> InferenceRequest:
@@ -221,19 +189,15 @@ def _sample_request(form: Mapping[str, str], side: Side, *, stream: bool) -> Inf
         raise InvalidRequest("the message is empty; write one")
     fields: dict[str, object] = {name: form[name] for name in _PARAMETERS if form.get(name)}
     fields |= {"model": side.model, "stream": stream}
-    try:
-        if form.get("mode") == "text":
-            asked = {**fields, "prompt": message, "logprobs": _ALTERNATIVES}
-            return CompletionRequest.model_validate(asked)
-        system = form.get("system", "").strip()
-        messages: list[Json] = [{"role": "system", "content": system}] if system else []
-        messages += [{"role": turn.role, "content": turn.text} for turn in side.turns]
-        messages.append({"role": "user", "content": message})
-        asked = {**fields, "messages": messages, "logprobs": True, "top_logprobs": _ALTERNATIVES}
-        return ChatCompletionRequest.model_validate(asked)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidRequest(fault(first["loc"], first["msg"])) from error
+    if form.get("mode") == "text":
+        asked = {**fields, "prompt": message, "logprobs": _ALTERNATIVES}
+        return validate(CompletionRequest, asked)
+    system = form.get("system", "").strip()
+    messages: list[Json] = [{"role": "system", "content": system}] if system else []
+    messages += [{"role": turn.role, "content": turn.text} for turn in side.turns]
+    messages.append({"role": "user", "content": message})
+    asked = {**fields, "messages": messages, "logprobs": True, "top_logprobs": _ALTERNATIVES}
+    return validate(ChatCompletionRequest, asked)
 
 
 def _sides(form: Mapping[str, str]) -> list[Side]:
@@ -261,10 +225,9 @@ def _turns(history: str) -> list[Turn]:
         raise InvalidRequest("the form's history is damaged; load the page again") from error
 
 
-async def _render(
-    page: Page, request: Request, form: Mapping[str, str], sides: Sequence[Side]
-) -> Response:
-    listed = await _models(page, request)
+async def _render(request: Request, form: Mapping[str, str], sides: Sequence[Side]) -> Response:
+    page = Page(request)
+    listed = await _models(page, _service(request))
     known = {value for _, options in listed for value, _ in options}
     given = [(side.model, side.model) for side in sides if side.model not in known]
     make = partial(
@@ -277,7 +240,7 @@ async def _render(
     return await page.draw(make)
 
 
-async def _models(page: Page, request: Request) -> list[tuple[str, list[tuple[str, str]]]]:
+async def _models(page: Page, service: InferenceService) -> list[tuple[str, list[tuple[str, str]]]]:
     """Return the caller's models by kind, each with its value and its name."""
     gateway = page.gateway
     found, _ = await gateway.run_records.runs(
@@ -289,7 +252,7 @@ async def _models(page: Page, request: Request) -> list[tuple[str, list[tuple[st
         if run.last_sampler is not None or ((live := gateway.runs.get(run.id)) and live.newest)
     ]
     names = {run.id: run.identity.name or run.id for run in found}
-    models = await _service(request).models.list_models(page.caller)
+    models = await service.models.list_models(page.caller)
     saved, base = list[tuple[str, str]](), list[tuple[str, str]]()
     for each in models:
         if not each.id.startswith("tinker://"):

@@ -12,8 +12,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.fields import Offset, PathText
-from gateway.api.pages.chat import shade_of
 from gateway.api.pages.routing import PageDep, PageRouter
+from gateway.api.pages.texts import shade
 from gateway.api.tandem.runs import own_run
 from gateway.runs.record.rollouts import Order, Rollout
 from tandem.errors import InvalidRequest, UnknownModel, UnknownRun, UnsupportedInput
@@ -125,16 +125,17 @@ def _tokens(
     for id_, value in zip(ids[:most], values[:most], strict=True):
         known = tokenizer and isinstance(id_, int) and 0 <= id_ < 2**31
         token = tokenizer.token(id_) if known else None
-        shade, title = "", f"token {id_}"
+        css, title = "", f"token {id_}"
         if isinstance(value, int | float):
-            shade, title = _shade(value, colour, largest), f"{title}, {colour} {value:.4g}"
-        shown.append((token.text if token else f"{id_} ", shade, title))
+            css = _class_of(value, colour, largest)
+            title += f", {colour} {value:.4g}"
+        shown.append((token.text if token else f"{id_} ", css, title))
     return shown
 
 
-def _shade(value: float, colour: Colour, largest: float) -> str:
+def _class_of(value: float, colour: Colour, largest: float) -> str:
     if colour == "logprob":
-        return f"l{shade_of(value)}"
+        return f"l{shade(value)}"
     level = round(5 * abs(value) / largest)
     return f"{'p' if value > 0 else 'n'}{level}" if level else ""
 

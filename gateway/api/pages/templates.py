@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jinja2
 
-from gateway.api.pages.texts import ago, clock, compact, figure, iso, visible
+from gateway.api.pages.texts import ago, clock, compact, figure, iso, shade, visible
 from tandem import __version__
 
 _FOLDER = Path(__file__).parent
@@ -50,7 +50,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
     )
     paths = {file.name: f"/static/{name}" for name, file in static_files().items()}
-    found.filters.update(ago=ago, clock=clock, compact=compact, iso=iso, number=figure)
+    found.filters.update(ago=ago, clock=clock, compact=compact, iso=iso, number=figure, shade=shade)
     found.globals.update(static=paths.__getitem__, version=__version__)
     return found
 

@@ -27,6 +27,11 @@ def figure(value: object) -> str:
     return f"{value:.3g}"
 
 
+def shade(logprob: float) -> int:
+    """Return the shade of a token: 0 for a probability near 1, 9 below about 1 in 1,000."""
+    return min(9, int(-logprob * 1.3))
+
+
 def clock(at: float, dated: bool = False) -> str:
     """Return a time of day in UTC, with the day if `dated`. `at` is in seconds since 1970."""
     return time.strftime("%d %b %H:%M" if dated else "%H:%M", time.gmtime(at))
