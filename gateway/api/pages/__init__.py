@@ -18,9 +18,8 @@ To add a page:
 
    Raise a `TandemError` for a refusal. A browser gets it as a page, others as JSON.
 3. A form has the method `post` and the hidden field `form_token`, with the value `form_token` that
-   each template gets. A script sends it as the header `X-Form-Token`, from the `data-form-token` of
-   `<body>`. Its operation is a `POST` with an audit action. A form is read by `read_form(request)`
-   in an operation with `raw=FORM_CONTENT`. JSON bodies work as in the API.
+   each template gets. Its operation is a `POST` with an audit action and `raw=FORM_CONTENT`. It
+   reads the form by `read_form(request)`.
 4. Put scripts into `static/`, and load them with `<script src="{{ static('x.js') }}" defer>`.
    A page must be readable without them.
 5. Add the router to `ROUTERS` (`gateway/app.py`), the page to the navigation in `base.html`, and

@@ -26,14 +26,14 @@ from tandem.errors import InvalidRequest, TandemError, Unauthenticated
 
 Value = TypeVar("Value")
 
-FORM = "application/x-www-form-urlencoded"
-FORM_CONTENT: dict[str, object] = {FORM: {"schema": {"type": "object"}}}
+FORM_CONTENT: dict[str, object] = {
+    "application/x-www-form-urlencoded": {"schema": {"type": "object"}}
+}
 _MEDIA = ("text/html", "text/event-stream", JSON, "text/css", "text/javascript", "image/svg+xml")
 _ANSWERS: Responses = {
     200: {"description": "A page or its parts", "content": {media: {} for media in _MEDIA}},
     303: {"description": "To another page"},
 }
-FORM_TOKEN_HEADER = "x-form-token"
 _MOST_FIELDS = 100
 _PIECE = 16 * 2**10
 _STREAM = "live_stream"
@@ -66,7 +66,7 @@ class PageOperation(PathOperation):
             request = BoundedRequest(plain.scope, plain.receive, bounds)
             try:
                 if request.method not in ("GET", "HEAD") and (token := page_token(request)):
-                    await _check_form_token(request, token)
+                    check_token((await read_form(request)).get("form_token", ""), token)
                 return await handle(request)
             except (TandemError, RequestValidationError) as error:
                 if not is_browser(request):
@@ -102,14 +102,7 @@ class Page(Access):
 
     def check_still_signed_in(self) -> None:
         """Raise `Unauthenticated` after a sign-out, or after the end of the key or token."""
-        if token := page_token(self._request):
-            self.gateway.page_sessions.caller_of(token)
-        key = self.gateway.keys.get(self.caller.key_id)
-        if key is None or self.gateway.keys.ended(key):
-            raise Unauthenticated("the API key has ended")
-        ends = self.caller.expires_at
-        if ends is not None and ends <= self.gateway.identity.clock():
-            raise Unauthenticated("the token has expired")
+        _identify_browser({**self._request.scope, "state": {}})  # a refusal counts no bad key
 
     def hold_stream(self) -> None:
         """Count the answer as one of the owner's streams until its end. Raises `Overloaded`."""
@@ -187,13 +180,6 @@ def check_token(sent: str, secret: str) -> None:
     """Raise `InvalidRequest` for a form of another site or of an earlier session."""
     if not secret or not hmac.compare_digest(sent.encode(), form_token(secret).encode()):
         raise InvalidRequest("the form is too old; load the page again and repeat your entry")
-
-
-async def _check_form_token(request: Request, secret: str) -> None:
-    sent = request.headers.get(FORM_TOKEN_HEADER)
-    if sent is None and request.headers.get("content-type", "").startswith(FORM):
-        sent = (await read_form(request)).get("form_token")
-    check_token(sent or "", secret)
 
 
 def _identify_browser(scope: Scope) -> Caller:
