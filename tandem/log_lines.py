@@ -62,19 +62,17 @@ class LogFilter:
 
 @dataclass(frozen=True)
 class LogFile:
-    """A log of a process, with the content of its first line: `run_id`, `session_id`, `model`.
-    `parts` are its rotated copies and itself, the oldest first, and `bytes` those of all.
-    `written_at` is in seconds since 1970."""
+    """A log of a process. Its first line names `run`, `session` and `model`. `parts` are its
+    rotated copies and itself, the oldest first, and `bytes` those of all. `written_at` is in
+    seconds since 1970."""
 
-    path: Path
+    log: str
     parts: Sequence[Path]
-    about: Mapping[str, Any]
+    run: str
+    session: str
+    model: str
     bytes: int
     written_at: float
-
-    @property
-    def name(self) -> str:
-        return self.path.stem
 
 
 def list_log_files(folder: Path) -> list[LogFile]:
@@ -83,44 +81,47 @@ def list_log_files(folder: Path) -> list[LogFile]:
     for name, copies in _logs_in(folder).items():
         path = folder / name
         parts = [*(folder / f"{name}.{number}" for number in sorted(copies, reverse=True)), path]
-        try:
-            size = sum(part.stat().st_size for part in parts)
-            found.append(LogFile(path, parts, _first_line(path), size, path.stat().st_mtime))
-        except OSError:  # removed meanwhile
-            continue
+        with suppress(OSError):  # removed meanwhile
+            about = _first_line(path)
+            found.append(
+                LogFile(
+                    log=path.stem,
+                    parts=parts,
+                    run=str(about.get("run_id") or ""),
+                    session=str(about.get("session_id") or ""),
+                    model=str(about.get("model") or ""),
+                    bytes=sum(part.stat().st_size for part in parts),
+                    written_at=path.stat().st_mtime,
+                )
+            )
     return sorted(found, key=lambda file: -file.written_at)
 
 
 def read_log_lines(folder: Path, wanted: LogFilter, *, limit: int) -> tuple[list[LogLine], bool]:
     """Return the newest `limit` wanted lines in order, and whether older ones may be missing,
     because a file was not read to its beginning."""
-    files = [file for file in list_log_files(folder) if wanted.log in ("", file.name)]
+    files = [file for file in list_log_files(folder) if wanted.log in ("", file.log)]
     files = [file for file in files if file.written_at >= wanted.since]
     files.sort(key=lambda file: not _is_near(file, wanted))  # stable: else the newest first
     cut = len(files) > _MOST_LOGS
     kept = []
     for file in files[:_MOST_LOGS]:
         lines = deque[LogLine](maxlen=limit + 1)
-        try:
+        with suppress(OSError):
             cut |= _collect(file, wanted, lines)
-        except OSError:
-            continue
-        kept.append(lines)
+            kept.append(lines)
     merged = deque(heapq.merge(*kept, key=lambda line: line.at), maxlen=limit + 1)
-    if cut := cut or len(merged) > limit:
-        while len(merged) > limit:
-            merged.popleft()
-    return list(merged), cut
+    return list(merged)[-limit:], cut or len(merged) > limit
 
 
 def _is_near(file: LogFile, wanted: LogFilter) -> bool:
     run = wanted.run or wanted.request.rpartition(":")[0]
-    return file.name == "gateway" or (bool(run) and file.about.get("run_id") == run)
+    return file.log == "gateway" or (bool(run) and file.run == run)
 
 
 def _collect(file: LogFile, wanted: LogFilter, into: deque[LogLine]) -> bool:
     """Append the wanted lines of a log. Return whether its beginning was not read."""
-    most = _MOST_BYTES.get(file.name, _MOST_BYTES_OF_WORKER)
+    most = _MOST_BYTES.get(file.log, _MOST_BYTES_OF_WORKER)
     most = _MOST_BYTES_OF_ONE if wanted.log else most
     size = _FIRST_BYTES if wanted.since else most
     while True:
@@ -131,7 +132,7 @@ def _collect(file: LogFile, wanted: LogFilter, into: deque[LogLine]) -> bool:
         size *= 4
     pick = _Picker(file, wanted)
     into.extend(
-        LogLine(file.name, at, level, raw.decode(errors="replace"))
+        LogLine(file.log, at, level, raw.decode(errors="replace"))
         for raw, at, level in lines
         if at >= wanted.since and pick.is_wanted(raw, level)
     )
@@ -160,8 +161,7 @@ class _Picker:
     def __init__(self, file: LogFile, wanted: LogFilter) -> None:
         self._wanted = wanted
         self._levels = (*LEVELS[LEVELS.index(wanted.level) :], "critical")
-        self._session = str(file.about.get("session_id") or "")
-        self._run = str(file.about.get("run_id") or "")
+        self._file = file
         name = wanted.request or wanted.run
         self._name = re.compile(rb"\b" + re.escape(name.encode()) + rb"(?![0-9])") if name else None
 
@@ -172,14 +172,16 @@ class _Picker:
         if self._name is None or self._name.search(raw):
             return True
         # A line of the run's own worker may name no run.
-        return not self._wanted.request and self._run == self._wanted.run and not _RUN.search(raw)
+        return (
+            not self._wanted.request and self._file.run == self._wanted.run and not _RUN.search(raw)
+        )
 
     def _is_visible(self, raw: bytes) -> bool:
         if (mine := self._wanted.sessions) is None:
             return True
         if named := set(_SESSION.findall(raw)):
             return all(session.decode() in mine for session in named)
-        return self._session in mine and not self._wanted.shared
+        return self._file.session in mine and not self._wanted.shared
 
 
 def _first_line(path: Path) -> Mapping[str, Any]:

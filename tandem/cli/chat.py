@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ _OPENAI_API = "v1"
 _ANSWER_SECONDS = 1900.0
 """The gateway ends a request earlier (TANDEM_OPERATION_TIMEOUT)."""
 _PATIENT_SECONDS = 3.0
+_PATIENT_SENTENCE = "(waiting: an engine may have to start, see `tandem status`)"
 _STARTING, _RETRY_SECONDS, _MOST_RETRIES = 503, 5.0, 60
 _PROMPT = "> "
 
@@ -88,8 +89,8 @@ def chat(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
+        "seed": seed,
     }
-    given["seed"] = seed
     options = {name: value for name, value in given.items() if value is not None}
     first = [{"role": "system", "content": system}] if system else []
     names = [name for name in (model, compare) if name]
@@ -160,35 +161,24 @@ def _ask(
     target: ChosenGateway, talk: _Talk, text: str, *, complete: bool, quiet: bool = False
 ) -> dict[str, object]:
     """Print the answer while it comes, and add it to the conversation. Return it."""
+    asked = [*talk.messages, {"role": "user", "content": text}]
     body: dict[str, object] = {"model": talk.model, "stream": True, **talk.options}
+    body |= {"prompt": text} if complete else {"messages": asked}
     path = "completions" if complete else "chat/completions"
-    if complete:
-        body["prompt"] = text
-    else:
-        talk.messages.append({"role": "user", "content": text})
-        body["messages"] = talk.messages
     if talk.heading and not quiet:
         say(f"── {talk.heading} ──")
-    said: list[str] = []
-    finish = version = ""
-    try:
-        for part in _parts(target, path, body):
-            version = part.get("tandem_weight_version") or version
-            for choice in part["choices"]:
-                piece = choice["text"] if complete else choice["delta"].get("content")
-                finish = choice["finish_reason"] or finish
-                if piece:
-                    said.append(piece)
-                    if not quiet:
-                        sys.stdout.write(shown(piece))
-                        sys.stdout.flush()
-    except BaseException:
-        if not complete:
-            talk.messages.pop()
-        raise
-    answer = "".join(said)
+    answer = finish = version = ""
+    for part in _parts(target, path, body):
+        version = part.get("tandem_weight_version") or version
+        for choice in part["choices"]:
+            piece = choice["text"] if complete else choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+            answer += piece
+            if not quiet:
+                sys.stdout.write(shown(piece))
+                sys.stdout.flush()
     if not complete:
-        talk.messages.append({"role": "assistant", "content": answer})
+        talk.messages = [*asked, {"role": "assistant", "content": answer}]
     if not quiet:
         say("" if finish != "length" else "…\n(cut: --max-tokens or the model's context)")
     about = {"finish_reason": finish, "weight_version": version}
@@ -199,22 +189,25 @@ def _parts(target: ChosenGateway, path: str, body: dict[str, Any]) -> Iterator[d
     """Yield the parts of an answer. A starting engine is waited for. Raises the gateway's error."""
     with explained(target), target.client(timeout=_ANSWER_SECONDS) as client:
         for _ in range(_MOST_RETRIES):
-            with (
-                _patience() as begun,
-                client.stream("POST", f"{_OPENAI_API}/{path}", json=body) as answer,
-            ):
-                if answer.is_success:
-                    for part in _events(answer.iter_lines()):
-                        begun()
-                        yield part
-                    return
-                answer.read()
-                try:
+            notice = threading.Timer(_PATIENT_SECONDS, say_aside, [_PATIENT_SENTENCE])
+            notice.daemon = True
+            if err.is_terminal:
+                notice.start()
+            try:
+                with client.stream("POST", f"{_OPENAI_API}/{path}", json=body) as answer:
+                    if answer.is_success:
+                        for part in _events(answer.iter_lines()):
+                            notice.cancel()
+                            yield part
+                        return
+                    answer.read()
                     read_answer(target, answer)
-                except TandemError as error:
-                    if answer.status_code != _STARTING:
-                        raise
-                    why = error.message
+            except TandemError as error:
+                if answer.status_code != _STARTING:
+                    raise
+                why = error.message
+            finally:
+                notice.cancel()
             say_aside(f"{why} (trying again)")
             time.sleep(_RETRY_SECONDS)
         raise ServerError(f"no engine started for {body['model']}: {why}")
@@ -228,19 +221,3 @@ def _events(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
         if "error" in part:
             raise ServerError(f"the answer broke off: {part['error']['message']}")
         yield part
-
-
-@contextmanager
-def _patience() -> Iterator[Callable[[], None]]:
-    """Say after some seconds why no answer comes, unless the result was called: it has begun."""
-    if not err.is_terminal:
-        yield lambda: None
-        return
-    sentence = "(waiting: an engine may have to start, see `tandem status`)"
-    timer = threading.Timer(_PATIENT_SECONDS, say_aside, [sentence])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield timer.cancel
-    finally:
-        timer.cancel()

@@ -204,8 +204,9 @@ def _list(rows: Sequence[Row], *, as_json: bool) -> None:
 
 
 def _rows(data_dir: Path | None, by_files: bool) -> list[Row]:
+    rows: list[Row] = []
     if not by_files:
-        rows: list[Row] = call(data_dir, "GET", "logs/files")["logs"]
+        rows = call(data_dir, "GET", "logs/files")["logs"]
         return rows
     data = resolve_data_dir(data_dir)
     states: dict[str, str] = {}
@@ -213,16 +214,8 @@ def _rows(data_dir: Path | None, by_files: bool) -> list[Row]:
         workers = call(data_dir, "GET", "status")["workers"]
         states = {worker["id"]: worker["state"] for worker in workers}
         states = {"gateway": "ready", "agent": "ready", **states}
-    return [
-        {
-            "log": file.name,
-            "run": file.about.get("run_id") or "",
-            "session": file.about.get("session_id") or "",
-            "model": file.about.get("model") or "",
-            "state": states.get(file.name, "ended"),
-            "bytes": file.bytes,
-            "written_at": file.written_at,
-            "path": str(file.path),
-        }
-        for file in list_log_files(data / "logs")
-    ]
+    for file in list_log_files(data / "logs"):
+        about = {name: value for name, value in vars(file).items() if name != "parts"}
+        state, path = states.get(file.log, "ended"), str(file.parts[-1])
+        rows.append({**about, "state": state, "path": path})
+    return rows

@@ -101,17 +101,9 @@ async def log_files(access: AccessDep) -> LogSummaries:
     }
     return LogSummaries(
         logs=[
-            LogSummary(
-                log=file.name,
-                run=str(file.about.get("run_id") or ""),
-                session=str(file.about.get("session_id") or ""),
-                model=str(file.about.get("model") or ""),
-                state=states.get(file.name, "ended"),
-                bytes=file.bytes,
-                written_at=file.written_at,
-            )
+            LogSummary.of(file, state=states.get(file.log, "ended"))
             for file in found
-            if mine is None or file.about.get("session_id") in mine
+            if mine is None or file.session in mine
         ]
     )
 

@@ -41,7 +41,7 @@ def test_copies_of_a_log_are_found_by_one_look_at_the_folder(tmp_path, monkeypat
     monkeypatch.setattr(os, "scandir", lambda path: looks.append(path) or scan(path))
     for name in ("w.log", "w.log.2", "w.log.10", "w.log.old", "w.log.1.tmp", "v.log", "x.log.1"):
         (tmp_path / name).write_text("x\n")
-    found = {file.name: file for file in list_log_files(tmp_path)}
+    found = {file.log: file for file in list_log_files(tmp_path)}
     assert [part.name for part in found["w"].parts] == ["w.log.10", "w.log.2", "w.log"]
     assert ({*found}, found["w"].bytes, looks) == ({"w", "v"}, 6, [tmp_path])
     assert list_log_files(tmp_path / "none") == []
