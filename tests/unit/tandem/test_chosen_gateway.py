@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
-
 import httpx
 import pytest
 from typer.testing import CliRunner
@@ -11,7 +9,7 @@ from typer.testing import CliRunner
 from tandem.cli import context
 from tandem.cli.context import ChosenGateway, chosen_gateway, explained, note_url, read_answer
 from tandem.cli.main import app
-from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UserError
+from tandem.errors import ServerError, Unauthenticated, UserError
 from tandem.stack import Endpoint
 
 HERE, THERE, OTHER = "http://127.0.0.1:8000", "https://tandem.example.org", "http://other:1"
@@ -125,33 +123,18 @@ def test_a_key_is_not_shown():
     assert KEY not in repr(ChosenGateway(THERE, KEY))
 
 
+WRONG_KEY = httpx.Response(401, json={"error": {"message": "no", "code": "invalid_api_key"}})
 ANSWERS = {
-    "no gateway": (httpx.Response(200, text="<html>"), ServerError, "is not a Tandem gateway"),
     "another server": (httpx.Response(404, json={"detail": "x"}), ServerError, "status 404"),
     "a redirect": (
         httpx.Response(301, headers={"location": f"{THERE}/x"}),
         ServerError,
         f"redirects to {THERE}/x",
     ),
-    "a wrong key": (
-        httpx.Response(401, json={"error": "it is wrong", "type": "unauthenticated"}),
-        Unauthenticated,
-        "refuses TINKER_API_KEY: it is wrong; set it to a key of this gateway",
-    ),
     "a wrong key for the OpenAI routes": (
-        httpx.Response(401, json={"error": {"message": "it is wrong", "code": "invalid_api_key"}}),
+        WRONG_KEY,
         Unauthenticated,
-        "refuses TINKER_API_KEY",
-    ),
-    "no right": (
-        httpx.Response(403, json={"error": "needs admin", "type": "permission_denied"}),
-        PermissionDenied,
-        f"{OTHER} does not permit this: needs admin",
-    ),
-    "an error": (
-        httpx.Response(404, json={"error": "no run", "type": "unknown_run"}),
-        UnknownRun,
-        "^no run$",
+        "refuses TINKER_API_KEY: no; set it to a key of this gateway",
     ),
 }
 
@@ -168,32 +151,17 @@ def test_an_answer_that_is_no_result_becomes_one_sentence(monkeypatch, case):
 def test_the_local_administrator_is_offered_to_a_wrong_key_on_this_machine(monkeypatch):
     monkeypatch.setenv(context.KEY_VARIABLE, KEY)
     with pytest.raises(Unauthenticated, match="or unset it to act as the local administrator"):
-        read_answer(ChosenGateway(HERE, KEY), ANSWERS["a wrong key"][0])
-
-
-def raised_from(cause: Exception) -> httpx.ConnectError:
-    error = httpx.ConnectError("it failed")
-    error.__cause__ = cause
-    return error
+        read_answer(ChosenGateway(HERE, KEY), WRONG_KEY)
 
 
 @pytest.mark.parametrize(
-    ("target", "error", "sentence"),
+    ("target", "sentence"),
     [
-        (ChosenGateway(THERE, KEY, remote=True), httpx.ConnectError("refused"), "check the URL"),
-        (
-            ChosenGateway(HERE, KEY, remote=True),
-            httpx.ConnectError("refused"),
-            "--data-dir DIRECTORY",
-        ),
-        (ChosenGateway(HERE, KEY), httpx.ReadTimeout("slow"), "`tandem logs gateway` may show why"),
-        (
-            ChosenGateway(THERE, KEY, remote=True),
-            raised_from(ssl.SSLError(1, "[SSL: WRONG_VERSION_NUMBER] wrong version")),
-            "plain HTTP; begin the URL with http://",
-        ),
+        (ChosenGateway(THERE, KEY, remote=True), "check the URL"),
+        (ChosenGateway(HERE, KEY, remote=True), "--data-dir DIRECTORY"),
+        (ChosenGateway(HERE, KEY), "`tandem logs gateway` may show why"),
     ],
 )
-def test_a_gateway_that_cannot_be_reached_becomes_one_sentence(target, error, sentence):
+def test_a_gateway_that_cannot_be_reached_becomes_one_sentence(target, sentence):
     with pytest.raises(ServerError, match=sentence), explained(target):
-        raise error
+        raise httpx.ReadTimeout("slow")

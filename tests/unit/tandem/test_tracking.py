@@ -186,38 +186,44 @@ def test_a_bad_value_costs_one_warning_with_its_name_and_keeps_the_others(start,
     run.log(-1, {"reward": 2.0})
     run.log(4, "reward")
     run.rollouts("last", [{}])
+    run.rollouts(4, None)
     run.rollouts(4, ["text", {"answer": "kept"}])
     assert run.flush()
     assert [row["values"] for row in gateway.rows()] == [{"reward": 1.0}] * 3
     assert [each["answer"] for each in gateway.batches()[0]["rollouts"]] == ["kept"]
     told = warnings()
     assert sum("'note'" in each for each in told) == 1
-    assert sum("1.5" in each for each in told) == 1 and len(told) == 4
+    assert sum("1.5" in each for each in told) == 1 and len(told) == 5
+    assert "run.rollouts takes a step and a list of dicts" in told
 
 
-def test_a_dead_gateway_costs_one_warning_and_rows_are_sent_again(start, gateway, warnings):
-    gateway.answer = unreachable
+TROUBLES = {
+    **{f"status {status}": refuse(status) for status in (408, 429, 500, 507)},
+    **{f"body {text}": httpx.Response(200, text=text) for text in ("[1]", "null", "<html>")},
+    "no connection": httpx.ConnectError("connection refused"),
+    "an odd address": httpx.InvalidURL("no port"),
+    "an unexpected error": RuntimeError("odd"),
+}
+
+
+@pytest.mark.parametrize("trouble", TROUBLES)
+def test_trouble_costs_one_warning_and_the_rows_are_sent_again(start, gateway, warnings, trouble):
+    def answer(body: dict) -> httpx.Response:
+        found = TROUBLES[trouble]
+        if isinstance(found, Exception):
+            raise found
+        return found if isinstance(found, httpx.Response) else found(body)
+
+    gateway.answer = answer
     run = start()
-    run.log(1, {"reward": 1.0})
     run.rollouts(1, [{"answer": "2"}])
-    assert not run.flush(timeout=0.5)
-    tries = len(gateway.requests)
-    assert tries > 1 and len(warnings()) == 1
+    run.log(1, {"reward": 1.0})
+    assert not run.flush(timeout=0.2)
+    wait_until(warnings)
     gateway.answer = lambda body: httpx.Response(200, json={})
     run.log(2, {"reward": 2.0})
-    assert run.flush()
-    assert [row["step"] for row in gateway.rows()[-2:]] == [1, 2]
-    assert len(warnings()) == 1 and run.dropped == 0
-
-
-@pytest.mark.parametrize("status", [408, 429, 500, 503, 507])
-def test_a_refusal_for_now_is_repeated_with_the_same_batch(start, gateway, status):
-    gateway.answer = refuse(status, "storage_full")
-    run = start()
-    run.rollouts(1, [{"answer": "2"}])
-    assert not run.flush(timeout=0.1)
-    gateway.answer = lambda body: httpx.Response(200, json={})
-    assert run.flush()
+    assert run.flush() and run.dropped == 0 and len(warnings()) == 1
+    assert [row["step"] for row in gateway.rows()] == [1, 2]
     assert len(gateway.batches()) > 1
     assert len({batch["batch"] for batch in gateway.batches()}) == 1
 
@@ -282,42 +288,6 @@ def test_a_sampling_rate_keeps_the_same_rollouts_each_time(start, gateway):
     assert run.flush()
     first, second = ([r["number"] for r in batch["rollouts"]] for batch in gateway.batches())
     assert first == second and 200 < len(first) < 300
-
-
-def test_rollouts_that_are_no_list_cost_one_warning(start, gateway, warnings):
-    run = start()
-    run.rollouts(1, None)
-    assert run.flush() and gateway.batches() == []
-    assert warnings() == ["run.rollouts takes a step and a list of dicts"]
-
-
-@pytest.mark.parametrize("answer", [b"[1]", b"null", b"<html>"])
-def test_an_answer_that_is_no_object_costs_one_warning_and_is_asked_for_again(
-    start, gateway, warnings, answer
-):
-    gateway.answer = lambda body: httpx.Response(200, content=answer)
-    run = start()
-    run.log(1, {"reward": 1.0})
-    assert not run.flush(timeout=0.5)
-    assert len(gateway.requests) > 1 and len(warnings()) == 1
-    gateway.answer = lambda body: httpx.Response(200, json={})
-    assert run.flush() and run.dropped == 0
-
-
-@pytest.mark.parametrize("error", [httpx.InvalidURL("no port"), RuntimeError("odd")])
-def test_an_unexpected_error_costs_one_warning_and_the_rows_are_sent_again(
-    start, gateway, warnings, error
-):
-    def answer(body: dict) -> httpx.Response:
-        raise error
-
-    gateway.answer = answer
-    run = start()
-    run.log(1, {"reward": 1.0})
-    assert not run.flush(timeout=0.5)
-    assert len(gateway.requests) > 1 and len(warnings()) == 1
-    gateway.answer = lambda body: httpx.Response(200, json={})
-    assert run.flush() and run.dropped == 0
 
 
 def test_stored_rows_are_not_sent_again_when_the_answers_fields_are_wrong(start, gateway, warnings):
