@@ -87,17 +87,19 @@ def render(*, methods: list[Method], commands: list[str], claims: list[Claim]) -
     for client in CLIENTS:
         own = {m.name: m for m in sorted(methods, key=lambda m: m.name) if m.owner == client}
         lines += [f"\n## {client}: {len(own)} methods\n", "| method | asserted |", "|---|---|"]
+        subjects: dict[str, set[str]] = {}
         for name, method in own.items():
             if name.removesuffix("_async") in own.keys() - {name}:
-                continue  # in the row of its twin
-            shown, subjects = _named(name, method), {method.path}
+                continue  # beside its twin
+            shown, paths = _named(name, method), {method.path}
             if twin := own.get(f"{name}_async"):
                 shown += f", {_named('_async', twin)}"
-                subjects.add(twin.path)
-            lines.append(_row(shown, subjects, claims))
+                paths.add(twin.path)
+            subjects[shown] = paths
+        lines += _rows(subjects, claims)
     lines += [f"\n## Command line: {len(commands)} commands\n", "| command | asserted |"]
     lines += ["|---|---|"]
-    lines += [_row(f"`{c.removeprefix(f'{COMMAND} ')}`", {c}, claims) for c in sorted(commands)]
+    lines += _rows({f"`{c.removeprefix(f'{COMMAND} ')}`": {c} for c in sorted(commands)}, claims)
     lines += ["\n¹ deprecated by the SDK, but supported\n"]
     return "\n".join(lines)
 
@@ -106,6 +108,10 @@ def _named(name: str, method: Method) -> str:
     return f"`{name}`" + ("¹" if method.deprecated else "")
 
 
-def _row(shown: str, subjects: set[str], claims: list[Claim]) -> str:
-    said = sorted({claim.that for claim in claims if claim.subject in subjects})
-    return f"| {shown} | {'; '.join(said)} |"
+def _rows(subjects: dict[str, set[str]], claims: list[Claim]) -> list[str]:
+    """Names with the same claims share a row."""
+    rows: dict[str, list[str]] = {}
+    for name, own in subjects.items():
+        said = sorted({claim.that for claim in claims if claim.subject in own})
+        rows.setdefault("; ".join(said), []).append(name)
+    return [f"| {', '.join(names)} | {said} |" for said, names in rows.items()]
