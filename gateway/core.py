@@ -52,7 +52,7 @@ from gateway.storage.data_directory import (
 from gateway.storage.database import Database
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
-from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable, Outcome
+from gateway.storage.futures.table import FutureTable, Outcome
 from gateway.storage.retention import Retention
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
@@ -63,7 +63,7 @@ from gateway.workers.processes import Processes
 from gateway.workers.request_maker import RequestMaker
 from gateway.workers.roster import Roster
 from gateway.workers.run_options import check_defaults
-from gateway.workers.spill import free_on_disk, spill_folder
+from gateway.workers.spill import free_on_disk
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
@@ -74,8 +74,8 @@ from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
 from tandem.telemetry import get_log
 
-_BEYOND_STOP = 30.0
-"""Seconds to kill a worker that did not end when asked."""
+_PATIENCE = WORKER_STOP_TIMEOUT + 30.0
+"""Seconds to wait for workers to end. A slower one keeps its place until nothing is left."""
 
 
 class Gateway:
@@ -136,17 +136,13 @@ class Gateway:
         private = private_directory(settings)
         self.api_key = settings.api_key or keep_api_key(private)
         self.signing_key = signing_key = keep_signing_key(private)
-        database = Database(
+        self.database = database = Database(
             url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leads else 0
         )
-        self.database = database
         self.keys = KeyStore(database=database)
         self.identity = Identity(keys=self.keys, signing_key=signing_key)
         self.page_sessions = PageSessions(
-            database=database,
-            keys=self.keys,
-            local_key=self.api_key,
-            started_at=self.started_at,
+            database=database, keys=self.keys, local_key=self.api_key, started_at=self.started_at
         )
         self.audit = AuditLog(database=database)
         self.refused_keys = CountedLines(
@@ -167,11 +163,7 @@ class Gateway:
         self.samples = SampleMeter(usage=self.usage, timelines=self.timelines)
         self.traces = TraceExporter(database=database, samples=self.samples, key=signing_key)
         self.futures = FutureTable(
-            folder=private / "results" / "samples",
-            result_ttl=settings.result_ttl,
-            bytes_in_memory=RESULT_BYTES,
-            max_samples=RESULTS,
-            metrics=metrics,
+            folder=private / "results" / "samples", result_ttl=settings.result_ttl, metrics=metrics
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
         self.models = BaseModels(
@@ -180,11 +172,7 @@ class Gateway:
             models_dir=(settings.models_dir or data_dir / "models").absolute(),
         )
         self.pins = Pins()
-        self.checkpoints = CheckpointCatalog(
-            database=database,
-            pins=self.pins,
-            limits=self.limits,
-        )
+        self.checkpoints = CheckpointCatalog(database=database, pins=self.pins, limits=self.limits)
         self.record = RecordStore(
             database=database,
             data_dir=data_dir,
@@ -196,10 +184,7 @@ class Gateway:
             database=database, data_dir=data_dir, min_free_bytes=settings.min_free_bytes
         )
         self.collector = GarbageCollector(
-            database=database,
-            data_dir=data_dir,
-            private_dir=private,
-            checkpoints=self.checkpoints,
+            database=database, data_dir=data_dir, private_dir=private, checkpoints=self.checkpoints
         )
         self.copies = CheckpointCopier(
             database=database,
@@ -219,19 +204,7 @@ class Gateway:
             use=self.worker_use,
         )
         self._worker_metrics = WorkerMetrics(metrics)
-        spill, patience = str(spill_folder(settings)), settings.sharing.switch_timeout
-        trainers = TrainerAdapter(
-            self.processes,
-            spill_folder=spill,
-            timeout=patience,
-            operation_timeout=settings.operation_timeout,
-        )
-        engines = EngineAdapter(
-            self.processes,
-            spill_folder=spill,
-            timeout=patience,
-            load_timeout=settings.operation_timeout,
-        )
+        trainers, engines = TrainerAdapter(self.processes), EngineAdapter(self.processes)
         self.supervisor = Supervisor(
             Roster(
                 table=WorkerTable(database),
@@ -319,10 +292,7 @@ class Gateway:
         )
         self.budgets.on_exhausted = self.runs.end_of_owner
         self.admission = OperationAdmission(
-            runs=self.runs,
-            journal=self.journal,
-            database=database,
-            limits=self.limits,
+            runs=self.runs, journal=self.journal, database=database, limits=self.limits
         )
         self.retention = Retention(
             database=database,
@@ -362,31 +332,27 @@ class Gateway:
         await self.sampling.restore_sessions()
         sampled = [s for s in self.sampling.all() if not s.all_weights]
         await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
-        await self.supervisor.settle(self._holders())
+        hosts = self.runs.hosts.list_hosts()
+        runs = {run_id for host in hosts for run_id in host.runs}
+        samplers = self.samplers.keys() | {host.sampler for host in hosts}  # which runs may hold
+        await self.supervisor.settle(runs | samplers)
         await self.collector.collect_all()
 
     def groups(self) -> tuple[WorkerGroup, ...]:
         """Return the declared groups."""
         return tuple(group for group in self.supervisor.roster.groups.values() if group.kinds)
 
-    def _holders(self) -> set[str]:
-        """Return the ids of all runs, and the keys of all samplers, also those that only hold
-        places for runs."""
-        hosts = self.runs.hosts.list_hosts()
-        runs = {run_id for host in hosts for run_id in host.runs}
-        return runs | self.samplers.keys() | {host.sampler for host in hosts}
-
     async def _close(self) -> None:
         self.futures.release_waiters()
         if ending := tuple(self._ending.values()):
-            _, late = await asyncio.wait(ending, timeout=self._patience)
+            _, late = await asyncio.wait(ending, timeout=_PATIENCE)
             for task in late:
                 task.cancel()
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
-        await self.runs.lifecycle.close(self.runs.all(), patience=self._patience)
+        await self.runs.lifecycle.close(self.runs.all(), patience=_PATIENCE)
         self.write_usage()  # now, because the gateway may be killed during the rest
         await self.record.close()
         await self.samplers.close()
@@ -398,22 +364,15 @@ class Gateway:
         self.keys.write_uses()
         self.refused_keys.write(closing=True)
 
-    async def check_ready(self) -> None:
-        """Raise `StorageFailed` or `StorageFull` while new work could not be recorded."""
-        await self.database.check()
-        await self.versions.check_space(expected_bytes=0, what="take on work")
-
     async def end_session(self, *, session_id: str, state: str, reason: str, detail: str) -> None:
         """End a session. Return when its workers have stopped and its unnamed files are removed.
         If workers do not stop in time, return and continue in the background.
 
         Repeated calls wait for the same end, and only the first reason counts."""
         self.end_session_soon(session_id, state=state, reason=reason, detail=detail)
-        if (task := self._ending.get(session_id)) is None:
-            return
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
-                await asyncio.shield(task)
+        if (task := self._ending.get(session_id)) is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(task), _PATIENCE)
 
     def end_session_soon(self, session_id: str, *, state: str, reason: str, detail: str) -> None:
         """Begin the end of a session, unless it has begun, and do not wait for it."""
@@ -428,12 +387,6 @@ class Gateway:
             end = self._end_session(session_id, state=state, reason=reason, detail=detail)
             task = self._ending[session_id] = asyncio.create_task(end, name=f"end-{session_id}")
             task.add_done_callback(ended)
-
-    @property
-    def _patience(self) -> float:
-        """Seconds to wait for workers to end. A worker that takes longer keeps its place until
-        nothing is left of it."""
-        return WORKER_STOP_TIMEOUT + _BEYOND_STOP
 
     def write_usage(self) -> None:
         """Write the sums of usage so far, without waiting."""
@@ -473,19 +426,13 @@ class Gateway:
                 await self.collect(run_id)
 
     def _register_gauges(self) -> None:
-        watch, limits = self.metrics.watch, self.limits
+        watch = self.metrics.watch
         watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
         watch(
             "unknown_folders",
             "Folders of the data directory that the database does not know.",
             lambda: len(self.collector.unknown),
         )
-        watch(
-            "runs",
-            "Training runs that have not ended.",
-            lambda: sum(run.state != "ended" for run in self.runs.all()),
-        )
-        watch("workers", "Workers that start or serve.", lambda: len(self.processes.list_records()))
         watch(
             "host_memory_bytes",
             "Host memory that workers have, or may take in a sleep.",
@@ -497,34 +444,7 @@ class Gateway:
             lambda: self.supervisor.roster.budgets.host_bytes,
         )
         watch(
-            "queued_operations",
-            "Operations that have not ended.",
-            lambda: sum(run.dispatcher.queued for run in self.runs.all()),
-        )
-        watch(
             "waiting_samples",
             "Samples that have not ended.",
             lambda: sum(sampler.waiting for sampler in self.samplers.all()),
-        )
-        watch("futures", "Futures in memory, with and without a result.", lambda: len(self.futures))
-        watch(
-            "queued_bytes",
-            "Bytes of the payloads on disk of operations that have not ended.",
-            lambda: limits.operation_bytes.total,
-        )
-        watch("held_bytes", "Bytes of the requests that wait in memory.", lambda: limits.held.total)
-        watch(
-            "body_bytes",
-            "Bytes of the bodies that are being received or handled.",
-            lambda: limits.bodies.total,
-        )
-        watch(
-            "open_requests",
-            "Requests that are being answered, including long polls.",
-            lambda: limits.requests.total,
-        )
-        watch(
-            "result_bytes",
-            "Bytes of the results in memory that nobody has fetched yet.",
-            lambda: self.futures.bytes_held,
         )

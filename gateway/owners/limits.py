@@ -73,6 +73,7 @@ class Quotas:
         self.held = self._ledger("held_bytes", "bytes of waiting requests")
         self.bodies = self._ledger("body_bytes", "bytes of arriving requests")
         self.requests = self._ledger("requests", "open requests")
+        self._register_gauges()
 
     def limit_of(self, what: str, owner: str) -> int:
         return self.own.get(owner, {}).get(what, self._limits[what])
@@ -117,6 +118,25 @@ class Quotas:
     def unnamed_bytes(self) -> int:
         """Bytes of unnamed weights that an owner may have on disk."""
         return self._settings.unnamed_bytes
+
+    def _register_gauges(self) -> None:
+        watch = self._metrics.watch
+        watch(
+            "queued_bytes",
+            "Bytes of the payloads on disk of operations that have not ended.",
+            lambda: self.operation_bytes.total,
+        )
+        watch("held_bytes", "Bytes of the requests that wait in memory.", lambda: self.held.total)
+        watch(
+            "body_bytes",
+            "Bytes of the bodies that are being received or handled.",
+            lambda: self.bodies.total,
+        )
+        watch(
+            "open_requests",
+            "Requests that are being answered, including long polls.",
+            lambda: self.requests.total,
+        )
 
     def note_refusal(self, limit: str) -> None:
         self._metrics.refusals.labels(limit=limit).inc()

@@ -72,6 +72,16 @@ class RunRegistry:
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._resumption = RunResumption(self.limits, self.tools)
         self._log = get_log()
+        self.tools.metrics.watch(
+            "runs",
+            "Training runs that have not ended.",
+            lambda: sum(run.state != "ended" for run in self.all()),
+        )
+        self.tools.metrics.watch(
+            "queued_operations",
+            "Operations that have not ended.",
+            lambda: sum(run.dispatcher.queued for run in self.all()),
+        )
 
     async def resume_runs(self) -> None:
         """Resume an earlier gateway's restorable runs and end the others."""

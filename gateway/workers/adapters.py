@@ -14,6 +14,7 @@ from typing import ClassVar, Generic, Literal, Protocol, TypeVar
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.processes import Processes
+from gateway.workers.spill import spill_folder
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
@@ -70,16 +71,14 @@ Owner = TypeVar("Owner", bound=WorkerOwner)
 
 class WorkerAdapter(Generic[Owner]):
     """The adapter of one kind of workers. Each method may be cancelled. Each call carries the row's
-    token and the gateway's epoch.
-
-    `spill_folder` is for the state of sleepers. A sleep or a wake may take `timeout` seconds."""
+    token and the gateway's epoch. A sleep or a wake may take `switch_timeout` seconds."""
 
     kind: ClassVar[WorkerKind]
 
-    def __init__(self, processes: Processes, *, spill_folder: str, timeout: float) -> None:
+    def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._spill_folder = spill_folder
-        self._timeout = timeout
+        self._spill_folder = str(spill_folder(processes.settings))
+        self._timeout = processes.settings.sharing.switch_timeout
         self._workers: dict[str, Worker] = {}
         self._owners: dict[str, Owner] = {}
         self._log = get_log()

@@ -36,15 +36,12 @@ class EngineOwner(WorkerOwner, Protocol):
 
 
 class EngineAdapter(WorkerAdapter[EngineOwner]):
-    """An earlier gateway's load may take `load_timeout` seconds."""
+    """An earlier gateway's load may take `operation_timeout` seconds."""
 
     kind = "sampler"
 
-    def __init__(
-        self, processes: Processes, *, spill_folder: str, timeout: float, load_timeout: float
-    ) -> None:
-        super().__init__(processes, spill_folder=spill_folder, timeout=timeout)
-        self._load_timeout = load_timeout
+    def __init__(self, processes: Processes) -> None:
+        super().__init__(processes)
         self._abouts: dict[str, sampler_pb2.DescribeSamplerReply] = {}
         self._looked_at: dict[str, float] = {}
         """The time of the first look at each process of an earlier gateway."""
@@ -100,6 +97,6 @@ class EngineAdapter(WorkerAdapter[EngineOwner]):
             self._note_found(key, about)
             if about.state not in _ON_ITS_WAY:
                 return about
-            if now() > first_look + self._load_timeout:
+            if now() > first_look + self._processes.settings.operation_timeout:
                 raise WorkerDied("it did not end a load or a wake")
             await asyncio.sleep(_LOOK_SECONDS)

@@ -89,6 +89,8 @@ class Processes:
         """Processes without a known end, also of an earlier gateway."""
         self._tasks: list[asyncio.Task[None]] = []
         self._log = get_log()
+        told = "Workers that start or serve."
+        self.metrics.watch("workers", told, lambda: len(self.list_records()))
 
     async def find_processes(self, reports: ProcessReports) -> None:
         """Find the processes of an earlier gateway for `take_up`, and begin to watch. On return,

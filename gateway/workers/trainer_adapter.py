@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from gateway.workers.adapters import Moved, StillAtWork, WorkerAdapter, WorkerOwner
 from gateway.workers.clients import DESCRIBE_TIMEOUT, call_worker
-from gateway.workers.processes import Processes
 from gateway.workers.steps import SleepPlan
 from gateway.workers.table import WorkerRow
 from gateway.workers.worker import Worker
@@ -27,12 +26,6 @@ class TrainerAdapter(WorkerAdapter[WorkerOwner]):
     sleeps. For each of its runs they may take `operation_timeout` seconds."""
 
     kind = "trainer"
-
-    def __init__(
-        self, processes: Processes, *, spill_folder: str, timeout: float, operation_timeout: float
-    ) -> None:
-        super().__init__(processes, spill_folder=spill_folder, timeout=timeout)
-        self._operation_timeout = operation_timeout
 
     async def sleep(self, row: WorkerRow, plan: SleepPlan) -> Moved:
         try:
@@ -77,7 +70,7 @@ class TrainerAdapter(WorkerAdapter[WorkerOwner]):
         if last is not None and last == await self._last_calls(worker, run_ids):
             worker.busy = False
             return
-        limit = self._operation_timeout * max(1, len(run_ids))
+        limit = self._processes.settings.operation_timeout * max(1, len(run_ids))
         if now > worker.busy_since + limit:
             raise OperationTimedOut(
                 f"it did not end the calls of an earlier gateway within {limit:g} s "

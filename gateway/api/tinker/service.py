@@ -92,7 +92,8 @@ async def healthz() -> Health:
 async def readyz(access: AccessDep) -> Readiness:
     """Answer while the gateway can accept work: the database is writable, and the disk has
     `TANDEM_MIN_FREE_BYTES` free."""
-    await access.gateway.check_ready()
+    await access.gateway.database.check()
+    await access.gateway.versions.check_space(expected_bytes=0, what="take on work")
     return Readiness(status="ready")
 
 

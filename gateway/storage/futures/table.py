@@ -118,8 +118,8 @@ class FutureTable:
 
     folder: Path
     result_ttl: float
-    bytes_in_memory: int
-    max_samples: int
+    bytes_in_memory: int = RESULT_BYTES
+    max_samples: int = RESULTS
     metrics: Metrics
 
     def __post_init__(self) -> None:
@@ -134,6 +134,13 @@ class FutureTable:
         self._samples: defaultdict[str, OrderedDict[str, Future]] = defaultdict(OrderedDict)
         self._file_work: set[asyncio.Task[None]] = set()
         self._log = get_log()
+        watch = self.metrics.watch
+        watch("futures", "Futures in memory, with and without a result.", lambda: len(self))
+        watch(
+            "result_bytes",
+            "Bytes of the results in memory that nobody has fetched yet.",
+            lambda: self.bytes_held,
+        )
 
     def __len__(self) -> int:
         return len(self._futures)

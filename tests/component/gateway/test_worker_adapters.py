@@ -94,7 +94,12 @@ class Gateway:
     def __init__(
         self, folder, launcher: FakeLauncher, *, groups: Iterable[WorkerGroup], epoch: int = 1
     ) -> None:
-        settings = GatewaySettings(data_dir=folder, worker_unresponsive_timeout=0.5)
+        settings = GatewaySettings(
+            data_dir=folder,
+            worker_unresponsive_timeout=0.5,
+            operation_timeout=10.0,
+            sharing={"switch_timeout": 10.0},
+        )
         self.database = Database(url="", data_dir=folder)
         self.processes = Processes(
             settings=settings,
@@ -102,9 +107,8 @@ class Gateway:
             metrics=Metrics(),
             epoch=Epoch(number=epoch, superseded=lambda: None),
         )
-        about = {"spill_folder": "/spill", "timeout": 10.0}
-        self.trainers = TrainerAdapter(self.processes, **about, operation_timeout=10.0)
-        self.engines = EngineAdapter(self.processes, **about, load_timeout=10.0)
+        self.trainers = TrainerAdapter(self.processes)
+        self.engines = EngineAdapter(self.processes)
         self.owner = Owner()
         self.supervisor = Supervisor(
             Roster(

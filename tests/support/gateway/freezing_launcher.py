@@ -141,13 +141,7 @@ class FreezingWorld:
             metrics=Metrics(),
             epoch=Epoch(number=self.epoch, superseded=lambda: None),
         )
-        switch_timeout = self.settings.sharing.switch_timeout
-        self.adapter = TrainerAdapter(
-            self.processes,
-            spill_folder="",
-            timeout=switch_timeout,
-            operation_timeout=self.settings.operation_timeout,
-        )
+        self.adapter = TrainerAdapter(self.processes)
         roster = Roster(
             table=self.table,
             groups=[GROUP],

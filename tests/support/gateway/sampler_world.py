@@ -127,9 +127,7 @@ class World:
             epoch=Epoch(number=1, superseded=lambda: None),
         )
         self.table = MemoryTable()
-        self.adapter = EngineAdapter(
-            self.processes, spill_folder="/spill", timeout=120.0, load_timeout=LOAD_TIMEOUT
-        )
+        self.adapter = EngineAdapter(self.processes)
         self._about = (usage, metrics, models, sessions)
         self.sampled: list[tuple[str, str, int]] = []
 
