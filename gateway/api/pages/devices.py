@@ -10,14 +10,12 @@ from typing import Annotated
 from fastapi import Query
 from starlette.responses import Response
 
-from gateway.api.pages.lanes import WorkerNames, charts, read_events, worker_names
+from gateway.api.pages.lanes import WorkerNames, charts, read_events, time_ticks, worker_names
 from gateway.api.pages.routing import PageDep, PageRouter
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.standing import Standing, applicants, standings
 
 router = PageRouter()
-
-_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class DeviceGroup:
 async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)] = 1) -> Response:
     """Show the device groups. An admin sees all workers, others the names of their own."""
     gateway, caller, now = page.gateway, page.caller, time.time()
-    overview, since = gateway.supervisor.overview(), now - hours * _HOUR
+    overview, since = gateway.supervisor.overview(), now - hours * 3600
     events = await read_events(gateway.database, since=since, until=now)
     sessions = {row["session_id"] for row in events if caller.may_see(row["owner"])}
     sessions.update(row.session for row in overview.rows.values() if caller.may_see(row.owner))
@@ -63,6 +61,7 @@ async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)]
             groups=shown,
             queue=queue,
             charts=charts(events, names, since=since, now=now),
+            ticks=time_ticks(since, now),
             hours=hours,
         )
 

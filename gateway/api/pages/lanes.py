@@ -17,9 +17,8 @@ _MOST_EVENTS = 20_000
 _MOST_LANES = 200
 _MOST_BARS = 300
 """Of one lane."""
-LEFT, WIDTH, RIGHT = 190, 1000, 10
-"""Units of the picture: the labels' part, the time axis, and the margin."""
-_ROW, _TOP = 24, 22
+LEFT, WIDTH = 190, 1000
+"""Units of the picture in `devices.html`: the labels' part, and the time axis."""
 _TICKS = (60, 300, 600, 1800, 3600, 4 * 3600, 12 * 3600, 86_400)
 _MOST_TICKS = 8
 
@@ -36,22 +35,11 @@ class Bar:
 
 
 @dataclass(frozen=True)
-class Lane:
-    """`y` is its upper edge."""
-
-    name: str
-    y: int
-    bars: Sequence[Bar]
-
-
-@dataclass(frozen=True)
 class Chart:
-    """The lanes of one group. `ticks` are positions and times of day (UTC)."""
+    """The lanes of one group, each with its worker's name. `hidden` earlier ones are left out."""
 
     group: str
-    height: int
-    lanes: Sequence[Lane]
-    ticks: Sequence[tuple[float, float]]
+    lanes: Sequence[tuple[str, Sequence[Bar]]]
     hidden: int
 
 
@@ -119,37 +107,28 @@ def charts(
     for row in events:
         rows_of[row["key"]].append(row)
     bars: defaultdict[str, dict[str, list[Bar]]] = defaultdict(dict)
-    labels: dict[str, str] = {}
     scale = WIDTH / (now - since)
     for key, rows in rows_of.items():
-        labels[key], _ = names.of(key, rows[0]["kind"], rows[0]["owner"])
-        seen = names.caller.may_see(rows[0]["owner"])
         for row, after in zip(rows, [*rows[1:], None], strict=True):
             begin, end = max(row["at"], since), after["at"] if after else now
             if row["state"] == "gone" or end <= begin:
                 continue
+            seen = names.caller.may_see(row["owner"])
             title = _title(row, end, after["busy_seconds"] if after else 0.0)
             x, width = LEFT + (begin - since) * scale, (end - begin) * scale
             bar = Bar(x, width, row["state"], title if seen else row["state"])
             bars[row["group_name"]].setdefault(key, []).append(bar)
-    ticks = _ticks(since, now)
+    labels = {
+        key: names.of(key, row["kind"], row["owner"])[0] for key, (row, *_) in rows_of.items()
+    }
     groups = sorted(bars, key=lambda name: (not name, name))
-    return [_chart(group, bars[group], labels, ticks) for group in groups]
+    return [_chart(group, bars[group], labels) for group in groups]
 
 
-def _chart(
-    group: str,
-    bars: Mapping[str, Sequence[Bar]],
-    labels: Mapping[str, str],
-    ticks: Sequence[tuple[float, float]],
-) -> Chart:
-    keys = sorted(bars, key=lambda key: bars[key][0].x)
-    lanes = [
-        Lane(labels[key], _TOP + number * _ROW, _drawable(bars[key]))
-        for number, key in enumerate(keys[-_MOST_LANES:])
-    ]
-    height = _TOP + len(lanes) * _ROW
-    return Chart(group, height, lanes, ticks, hidden=len(keys) - len(lanes))
+def _chart(group: str, bars: Mapping[str, Sequence[Bar]], labels: Mapping[str, str]) -> Chart:
+    keys = sorted(bars, key=lambda key: bars[key][0].x)[-_MOST_LANES:]
+    lanes = [(labels[key], _drawable(bars[key])) for key in keys]
+    return Chart(group, lanes, hidden=len(bars) - len(lanes))
 
 
 def _drawable(bars: Sequence[Bar]) -> list[Bar]:
@@ -191,7 +170,8 @@ def _title(row: RowMapping, end: float, busy: float) -> str:
     return f"{row['state'].replace('_', ' ')} for {end - row['at']:.0f} s{computed}{reason}"
 
 
-def _ticks(since: float, now: float) -> list[tuple[float, float]]:
+def time_ticks(since: float, now: float) -> list[tuple[float, float]]:
+    """Return positions of round times, and the times."""
     fits = (step for step in _TICKS if (now - since) / step <= _MOST_TICKS)
     step = next(fits, _TICKS[-1])
     first = -(-since // step) * step

@@ -19,7 +19,6 @@ from tandem.errors import Unauthenticated
 
 PERIOD = 1.0
 """Seconds between two looks for changes."""
-_PING = 15
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ def live_response(page: Page, look: Look, *, cursor: str = "") -> Response:
     """Answer with a stream of the changes that `look(cursor)` finds, once a second. Raises
     `Overloaded` if the owner has too many streams."""
     page.hold_stream()
-    return EventSourceResponse(_events(page, look, cursor), ping=_PING)
+    return EventSourceResponse(_events(page, look, cursor))
 
 
 async def _events(page: Page, look: Look, cursor: str) -> AsyncIterator[ServerSentEvent]:

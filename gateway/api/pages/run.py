@@ -22,7 +22,6 @@ from gateway.api.tandem.ends import StopRun, stop_run
 from gateway.api.tandem.logs import Level, log_lines
 from gateway.api.tandem.runs import own_run
 from gateway.identifiers import make_checkpoint_path
-from gateway.owners.auth.identity import Readers
 from gateway.owners.usage.run_resources import read_run_use
 from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import ancestors_of
@@ -123,7 +122,7 @@ async def checkpoint_page(
 ) -> Response:
     """Show a checkpoint's files with addresses for their download."""
     path = make_checkpoint_path(run_id=run_id, kind=kind, name=name)
-    found = await page.gateway.checkpoints.get(str(path), readers=Readers((page.caller,)))
+    found = await page.checkpoint(path)
     addresses, _ = await page.gateway.downloads.sign(path)
     return page.render("checkpoint.html", checkpoint=found, addresses=addresses)
 

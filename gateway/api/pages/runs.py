@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import Query
@@ -35,16 +36,12 @@ async def runs_page(
 ) -> Response:
     """Show the caller's runs, the newest first. An admin sees everybody's."""
     given = {"name": name, "tag": tag, "state": state, "owner": owner}
-    filters = RunFilters(**{key: value for key, value in given.items() if value})
-    found, total = await page.gateway.run_records.runs(
-        page.caller, scope="accessible", filters=filters, sort=sort, limit=_SIZE, offset=offset
+    asked = {key: value for key, value in given.items() if value}
+    list_runs = partial(page.gateway.run_records.runs, page.caller, scope="accessible")
+    found, total = await list_runs(
+        filters=RunFilters(**asked), sort=sort, limit=_SIZE, offset=offset
     )
-    everything = total
-    if filters != RunFilters():
-        _, everything = await page.gateway.run_records.runs(
-            page.caller, scope="accessible", limit=0, offset=0
-        )
-    asked = {key: value for key, value in (given | {"sort": sort}).items() if value}
+    _, everything = await list_runs(limit=0, offset=0) if asked else ([], total)
     return page.render(
         "runs.html",
         rows=await page.views.rows(found),
@@ -53,7 +50,7 @@ async def runs_page(
         offset=offset,
         size=_SIZE,
         filters=given | {"sort": sort},
-        asked=asked,
+        asked={**asked, "sort": sort},
     )
 
 
