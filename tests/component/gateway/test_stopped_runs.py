@@ -12,7 +12,6 @@ import pytest
 import tinker
 from tinker import types
 
-from gateway.core import Gateway
 from gateway.owners.auth.keys import NewKey
 from tandem.errors import StorageFailed
 from tests.support.audit_log import audit_log
@@ -328,7 +327,7 @@ def test_the_end_of_the_session_waits_for_the_save(start):
 
 
 def test_a_session_whose_run_saves_delays_no_end_of_another(start, monkeypatch):
-    monkeypatch.setattr(Gateway, "_patience", 3600.0)
+    monkeypatch.setattr("gateway.core._PATIENCE", 3600.0)
     with start() as gate:
         run, sessions = Run.new(gate), gate.gateway.sessions
         train(run, 1)
