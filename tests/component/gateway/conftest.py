@@ -1,12 +1,16 @@
-"""Fixtures: a gateway with fake workers for each module, a `World`, and SDK clients."""
+"""Fixtures: a gateway with fake workers for each module, a `World`, SDK clients, and commands."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import tinker
+from typer.testing import CliRunner
 
+from tandem.cli.main import app
 from tests.support.gateway.access_world import GROUPS, World
-from tests.support.gateway.running import running_gateway
+from tests.support.gateway.running import KEY, running_gateway
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,23 @@ def training(service):
 @pytest.fixture
 def rest(gate):
     return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
+
+
+@pytest.fixture
+def tandem(gate, tmp_path, monkeypatch) -> Callable[..., str]:
+    """Runs a command as on another machine, in a folder without a data directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "250")
+    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
+
+    def run(*arguments: object, key: str = KEY, text: str | None = None) -> str:
+        monkeypatch.setenv("TINKER_API_KEY", key)
+        done = CliRunner().invoke(app, [*map(str, arguments)], input=text)
+        if done.exception is not None:
+            raise done.exception
+        return done.stdout
+
+    return run
 
 
 @pytest.fixture

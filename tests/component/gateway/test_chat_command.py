@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import builtins
 import json
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 from tandem.cli import chat
-from tandem.cli.main import app
 from tandem.errors import InvalidRequest, UnknownModel
-from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import client_of, says, speaking_gateway
 
 
@@ -23,18 +21,8 @@ def gate(tmp_path_factory):
 
 
 @pytest.fixture
-def tandem(gate, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
-    monkeypatch.setenv("TINKER_API_KEY", KEY)
-
-    def run(*arguments: str, text: str | None = None) -> str:
-        done = CliRunner().invoke(app, ["chat", *arguments], input=text)
-        if done.exception is not None:
-            raise done.exception
-        return done.stdout
-
-    return run
+def tandem(tandem):
+    return partial(tandem, "chat")
 
 
 def test_one_message_is_answered(gate, tandem):

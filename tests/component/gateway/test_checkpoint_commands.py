@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from typer.testing import CliRunner
 
-from tandem.cli.main import app
 from tandem.errors import InvalidRequest, NameTaken, UnknownWeights
 from tests.support.gateway.checkpoints import listed, place, step
 from tests.support.gateway.running import KEY
@@ -16,15 +14,8 @@ from tests.support.waiting import wait_until
 
 
 @pytest.fixture
-def tandem_command(gate):
-    def run(*arguments: str) -> dict:
-        directory = ["--data-dir", str(gate.settings.data_dir)]
-        result = CliRunner().invoke(app, ["checkpoints", *arguments, *directory, "--json"])
-        if result.exception is not None:
-            raise result.exception
-        return json.loads(result.stdout)
-
-    return run
+def tandem_command(tandem):
+    return lambda *arguments: json.loads(tandem("checkpoints", *arguments, "--json"))
 
 
 def test_tinker_deletes_by_run_type_and_date(gate, training, rest):

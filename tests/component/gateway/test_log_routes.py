@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey
-from tandem.cli.main import app
 from tandem.errors import UnknownRun
 from tests.support.gateway.running import Gate, running_gateway
 from tests.unit.tandem.test_log_lines import first, line, write
@@ -68,24 +68,15 @@ def test_another_owner_s_run_and_request_are_unknown(gate, owners):
     assert other == {"lines": [], "cut": False}
 
 
-def test_the_command_reads_them_from_elsewhere(gate, owners, monkeypatch, tmp_path):
+def test_the_command_reads_them_from_elsewhere(owners, tandem, tmp_path):
     key, session = owners["ann"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
-    monkeypatch.setenv("TINKER_API_KEY", key)
-
-    def tandem(*arguments: str) -> str:
-        done = CliRunner().invoke(app, ["logs", *arguments])
-        if done.exception is not None:
-            raise done.exception
-        return done.stdout
-
-    assert f"trainer-{session}-0" in tandem()
-    said = tandem("--run", f"{session}:train:0")
+    logs = partial(tandem, "logs", key=key)
+    assert f"trainer-{session}-0" in logs()
+    said = logs("--run", f"{session}:train:0")
     assert f"gateway: worker_ready {session}:train:0 owner=ann" in said
-    assert tandem(f"trainer-{session}-0", "-n", "1") == "fault of ann\n"
+    assert logs(f"trainer-{session}-0", "-n", "1") == "fault of ann\n"
     with pytest.raises(UnknownRun):
-        tandem("--run", f"{owners['ben'][1]}:train:0")
+        logs("--run", f"{owners['ben'][1]}:train:0")
     with pytest.raises(ValueError, match="there is no log of"):
-        tandem("gateway-2")
+        logs("gateway-2")
     assert not list(tmp_path.iterdir())

@@ -11,10 +11,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey, Role
-from tandem.cli.main import app
 from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UnknownSession
 from tandem.protocol.authority import Authority, write_certificate
 from tests.support.gateway.running import KEY, make_model
@@ -28,23 +26,6 @@ def key_of(gate) -> Callable[[str], str]:
         return gate.run(gate.gateway.keys.create(NewKey(owner=owner, role=role)))[1]
 
     return lambda role: KEY if role == "admin" else key(role)
-
-
-@pytest.fixture
-def tandem(gate, tmp_path, monkeypatch) -> Command:
-    """Runs a command in a folder without a data directory."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
-
-    def run(*arguments: str, key: str = KEY) -> str:
-        monkeypatch.setenv("TINKER_API_KEY", key)
-        done = CliRunner().invoke(app, list(arguments))
-        if done.exception is not None:
-            raise done.exception
-        return done.stdout
-
-    return run
 
 
 LISTS = [

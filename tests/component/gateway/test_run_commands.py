@@ -9,11 +9,9 @@ from io import StringIO
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey
 from tandem.cli import context
-from tandem.cli.main import app
 from tandem.errors import PermissionDenied, UnknownRun, UserError
 from tests.support.gateway.running import Gate
 
@@ -33,19 +31,8 @@ def keys(gate: Gate) -> dict[str, str]:
 
 
 @pytest.fixture
-def tandem(gate: Gate, keys, tmp_path, monkeypatch) -> Command:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "250")
-    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
-
-    def run(*arguments: str, key: str = "ann") -> str:
-        monkeypatch.setenv("TINKER_API_KEY", keys[key])
-        done = CliRunner().invoke(app, list(arguments))
-        if done.exception is not None:
-            raise done.exception
-        return done.stdout
-
-    return run
+def tandem(tandem: Command, keys) -> Command:
+    return lambda *arguments, key="ann": tandem(*arguments, key=keys[key])
 
 
 @pytest.fixture

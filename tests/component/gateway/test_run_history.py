@@ -7,10 +7,8 @@ import re
 
 import pytest
 from tinker import types
-from typer.testing import CliRunner
 
 from gateway.runs.record.rows import TrainingStep
-from tandem.cli.main import app
 from tandem.errors import UnknownRun
 from tests.support.gateway.access_world import Call
 
@@ -36,18 +34,6 @@ def trained(training):
             training.save_weights_for_sampler("first").result()
     training.forward([DATUM], "cross_entropy").result()
     return training.model_id
-
-
-@pytest.fixture
-def command(gate):
-    def run(*arguments: str) -> str:
-        directory = ["--data-dir", str(gate.settings.data_dir)]
-        result = CliRunner().invoke(app, ["runs", *arguments, *directory])
-        if result.exception is not None:
-            raise result.exception
-        return result.stdout
-
-    return run
 
 
 def test_each_step_is_kept_with_the_metrics_tokens_and_seconds_of_its_batches(gate, trained):
@@ -95,25 +81,25 @@ def test_a_metric_that_is_not_finite_is_recorded_as_no_number(gate, training):
     assert told["metrics"] == {"loss": None}
 
 
-def test_the_commands_list_and_show_runs_with_charts(trained, command):
-    listed = command("list")
+def test_the_commands_list_and_show_runs_with_charts(trained, tandem):
+    listed = tandem("runs", "list")
     row = next(line for line in listed.splitlines() if trained in line)
     assert row.split()[:5] == [trained, "active", "3", "loss", "0.6667"]
-    shown = command("show", trained)
+    shown = tandem("runs", "show", trained)
     assert f"{trained}: tiny, all parameters, owner local" in shown
     assert "\nloss, steps 1 to 3: 2 → 0.6667" in shown and "█" in shown
     assert re.search(r"^where the time went: \w+ \d+ %", shown, re.MULTILINE)
     assert "grad_norm, steps 1 to 3: 1.5 → 1.5" in shown
     assert "for 2048 tokens at once, with checkpointed blocks" in shown
     assert "device: 8 of 9 MiB (activations 5, weights 3)" in shown
-    told = json.loads(command("show", trained, "--json"))
+    told = json.loads(tandem("runs", "show", trained, "--json"))
     assert told["steps"][0]["step"] == 1 and told["memory"]["device"]["weights"] == 3 * 2**20
     with pytest.raises(UnknownRun, match="there is no training run"):
-        command("show", "s-000000000000:train:0")
+        tandem("runs", "show", "s-000000000000:train:0")
 
 
-def test_a_run_without_steps_says_so(gate, command):
-    assert "No optimizer steps." in command("show", gate.run_id(gate.session_id()))
+def test_a_run_without_steps_says_so(gate, tandem):
+    assert "No optimizer steps." in tandem("runs", "show", gate.run_id(gate.session_id()))
 
 
 def test_a_published_checkpoint_shows_nobody_the_steps_of_its_run(world):

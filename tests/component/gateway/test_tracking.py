@@ -5,12 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import math
+from functools import partial
 
 import pytest
-from typer.testing import CliRunner
 
 import tandem
-from tandem.cli.main import app
 from tandem.errors import UnknownRun, UserError
 from tandem.stack import Stack
 from tests.support.gateway.running import KEY, running_gateway
@@ -34,15 +33,8 @@ class Kept:
 
 
 @pytest.fixture
-def export(gate):
-    def command(*arguments: object) -> str:
-        where = ["--data-dir", str(gate.settings.data_dir)]
-        done = CliRunner().invoke(app, ["runs", "export", *map(str, arguments), *where])
-        if done.exception is not None:
-            raise done.exception
-        return done.stdout
-
-    return command
+def export(tandem):
+    return partial(tandem, "runs", "export")
 
 
 def test_a_run_has_its_name_tags_and_configuration(gate, training):
