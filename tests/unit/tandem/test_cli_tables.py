@@ -59,17 +59,6 @@ ANSWERS = {
     },
     "status": {
         "warnings": [],
-        "groups": [
-            {
-                "name": "train",
-                "roles": ["trainer"],
-                "devices": ["cpu:0"],
-                "awake": 1,
-                "workers": [RUN],
-                "most_workers": 16,
-                "waiting": 0,
-            }
-        ],
         "sessions": [
             {"id": "s-0123456789ab", "owner": "ann", "display_name": "x[1]", "idle_seconds": 1.2}
         ],
@@ -179,16 +168,13 @@ def test_on_eighty_columns_columns_are_left_out_by_name_and_no_character_is_cut(
     assert squeezed(first) in squeezed(shown)
     if len(first) <= 40:
         assert first in shown, "an id is in one piece"
+    if command == ("usage",):
+        for cell in COMMANDS[command][1:5]:
+            assert shown.count(cell) == 2, "of the owner and of the run"
     if command == ("status",):
         assert "Not shown, for lack of width: base_model, weight_version" in shown
         words = [line.split()[-1] for line in shown.splitlines() if line.strip()]
         assert "SIGKILL;" in words or "SIGKILL;" in shown
-
-
-def test_usage_on_eighty_columns_has_tokens_accelerator_time_and_storage(gateway, terminal):
-    tandem("usage")
-    for cell in ("1.23 G", "988 M", "12.7 h", "117.7 MiB"):
-        assert terminal.getvalue().count(cell) == 2, "of the owner and of the run"
 
 
 def test_a_path_wider_than_the_terminal_goes_on_in_the_next_line(gateway, terminal, monkeypatch):
@@ -228,15 +214,6 @@ def test_logs_fit_eighty_columns(gateway, log_folder, terminal):
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].split() == ["log", "state", "size", "run", "written"]
-
-
-def test_the_end_of_a_log_goes_back_into_its_rotated_copies(tmp_path):
-    folder = tmp_path / "logs"
-    folder.mkdir()
-    for name, numbers in (("w.log.2", (1, 2)), ("w.log.1", (3, 4)), ("w.log", (5,))):
-        (folder / name).write_text("".join(f"line {number}\n" for number in numbers))
-    said = tandem("logs", "w", "-n", "4", "--data-dir", str(tmp_path))
-    assert said.splitlines() == ["line 2", "line 3", "line 4", "line 5"]
 
 
 def test_a_cell_cannot_break_its_row_or_move_the_cursor(gateway, monkeypatch):
