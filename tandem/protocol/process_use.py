@@ -5,15 +5,15 @@ of its own, because a driver may be slow to answer."""
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tandem.errors import describe
 from tandem.telemetry import get_log
@@ -25,8 +25,7 @@ _LOOK_SECONDS = 5.0
 _PERCENT = 100.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class ProcessUse:
+class ProcessUse(BaseModel):
     """The use of a worker's processes: itself and its children.
 
     `seconds` have passed, and `cpu_seconds` were computed. `memory_bytes` are resident now.
@@ -34,6 +33,8 @@ class ProcessUse:
     `gpu_peak` the largest utilisation. Both are None without a device. `gpu_bytes` is the memory
     of its processes on all devices now, or None if the driver does not name them. In a `shared`
     measurement, the utilisation is that of the devices, with other processes on them."""
+
+    model_config = ConfigDict(frozen=True)
 
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -43,17 +44,11 @@ class ProcessUse:
     gpu_bytes: int | None = None
     shared: bool = False
 
-    def to_text(self) -> str:
-        return json.dumps(asdict(self))
-
     @classmethod
     def parse(cls, text: str) -> ProcessUse | None:
         """Return None for the text of an unknown version."""
-        with suppress(ValueError, TypeError):
-            values = json.loads(text)
-            return cls(
-                **{each.name: values[each.name] for each in fields(cls) if each.name in values}
-            )
+        with suppress(ValidationError):
+            return cls.model_validate_json(text)
         return None
 
 
@@ -157,22 +152,20 @@ class UseMeter:
         # A process that was not there before counts from its start.
         computed = sum(seconds - self._cpu.get(each, 0.0) for each, seconds, _ in found)
         self._cpu = {each: seconds for each, seconds, _ in found}
-        use = replace(
-            self.use,
-            seconds=self.use.seconds + passed,
-            cpu_seconds=self.use.cpu_seconds + max(0.0, computed),
-            memory_bytes=sum(size for _, _, size in found),
-        )
+        changes: dict[str, object] = {
+            "seconds": self.use.seconds + passed,
+            "cpu_seconds": self.use.cpu_seconds + max(0.0, computed),
+            "memory_bytes": sum(size for _, _, size in found),
+        }
         load = self._load.read_load(each.pid for each, _, _ in found) if self._load else None
         if load is not None:
-            use = replace(
-                use,
-                gpu_seconds=(use.gpu_seconds or 0.0) + load.utilisation * passed,
-                gpu_peak=max(use.gpu_peak or 0.0, load.utilisation),
-                gpu_bytes=load.bytes,
-                shared=use.shared or load.shared,
-            )
-        self.use = use
+            changes |= {
+                "gpu_seconds": (self.use.gpu_seconds or 0.0) + load.utilisation * passed,
+                "gpu_peak": max(self.use.gpu_peak or 0.0, load.utilisation),
+                "gpu_bytes": load.bytes,
+                "shared": self.use.shared or load.shared,
+            }
+        self.use = self.use.model_copy(update=changes)
 
     def _look(self) -> list[tuple[psutil.Process, float, int]]:
         """Return each process with its seconds of computing and its resident bytes."""
@@ -213,7 +206,7 @@ class UseThread:
                 self._meter = UseMeter(self._devices, nvml=_nvml(self._devices))
             else:
                 self._meter.measure()
-                self.use, self.text = self._meter.use, self._meter.use.to_text()
+                self.use, self.text = self._meter.use, self._meter.use.model_dump_json()
         except Exception as error:  # noqa: BLE001 - the next look may succeed
             if not self._failed:
                 self._failed = True

@@ -45,7 +45,7 @@ class World:
         self.meter.note_state(self.row, waited)
 
     def says(self, **values):
-        self.meter.note_use(self.row.key, "trainer-1", ProcessUse(**values).to_text())
+        self.meter.note_use(self.row.key, "trainer-1", ProcessUse(**values).model_dump_json())
 
     async def written(self, rows=None):
         self.meter.write([self.row] if rows is None else rows)
@@ -103,7 +103,7 @@ async def test_the_next_gateway_counts_a_survivors_use_from_its_first_heartbeat(
     (row,) = await world.written()
     names = ("measured_seconds", "cpu_seconds", "gpu_seconds")
     assert [row[name] for name in names] == [10 + 10, 5 + 2, 6 + 4]
-    world.meter.note_use(RUN, "trainer-2", ProcessUse(seconds=3.0).to_text())
+    world.meter.note_use(RUN, "trainer-2", ProcessUse(seconds=3.0).model_dump_json())
     (row,) = await world.written()
     assert row["measured_seconds"] == 20 + 3
 
