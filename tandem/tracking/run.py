@@ -111,12 +111,12 @@ class TrackedRun:
         advantages [tokens]. `sample` is the recorded share. The choice depends only on the step
         and the position, so a repeated run records the same ones."""
         number = self._whole_step(step)
-        batch: list[Mapping[str, Any]] = []
-        size = 0
-        if not isinstance(rollouts, Iterable):
+        if number is None or not isinstance(rollouts, Iterable):
             self._warnings.warn_once("rollouts", "run.rollouts takes a step and a list of dicts")
             return
-        for position, rollout in enumerate(rollouts if number is not None else ()):
+        batch: list[Mapping[str, Any]] = []
+        size = 0
+        for position, rollout in enumerate(rollouts):
             if sample < 1 and zlib.crc32(f"{number}:{position}".encode()) >= sample * 2**32:
                 continue
             try:
@@ -126,12 +126,12 @@ class TrackedRun:
                 self._warnings.warn_once("rollout", sentence)
                 continue
             if batch and size + bytes_ > _BATCH_BYTES:
-                self._put(RolloutRows(number or 0, uuid.uuid4().hex, batch, size))
+                self._put(RolloutRows(number, uuid.uuid4().hex, batch, size))
                 batch, size = [], 0
             batch.append(fields)
             size += bytes_
         if batch:
-            self._put(RolloutRows(number or 0, uuid.uuid4().hex, batch, size))
+            self._put(RolloutRows(number, uuid.uuid4().hex, batch, size))
 
     def flush(self, timeout: float = 30.0) -> bool:
         """Wait until all rows are sent. Returns whether they were within `timeout` seconds."""

@@ -12,24 +12,11 @@ import pytest
 import tandem
 from tandem.errors import UnknownRun, UserError
 from tandem.stack import Stack
+from tests.component.gateway.test_run_history import DATUM, types
 from tests.support.gateway.running import KEY, running_gateway
+from tests.unit.tandem.test_tracking import Kept
 
 OWN = "/api/tandem/v1"
-
-
-class Kept:
-    """An exporter that keeps its rows."""
-
-    name = "kept"
-
-    def __init__(self) -> None:
-        self.rows = []
-
-    def export_row(self, row) -> None:
-        self.rows.append(row)
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture
@@ -54,8 +41,6 @@ def test_an_unknown_run_and_a_long_name_are_refused_before_the_loop(gate, traini
 
 
 def test_an_exporter_gets_the_steps_of_the_optimizer_beside_the_users(training):
-    from tests.component.gateway.test_run_history import DATUM, types
-
     kept = Kept()
     with tandem.track(training, to=[kept]) as run:
         run.log(7, {"reward": math.inf})
