@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Annotated
 from urllib.parse import urlencode
 
@@ -41,27 +40,21 @@ async def compare_page(
     rows = await page.views.rows(found)
 
     def draw() -> Response:
-        settings = [flat(each.identity.config) for each in found]
+        configs = [flat(each.identity.config) for each in found]
+        names = sorted({name for each in configs for name in each})
+        settings = {name: [each.get(name) for each in configs] for name in names}
+        different = {
+            name: values
+            for name, values in settings.items()
+            if any(value != values[0] for value in values)
+        }
         return page.render(
             "compare.html",
             rows=rows,
             board_groups=board_of([row.index for row in rows], curves, every=all),
-            different=_table(settings, differs=True),
-            same=_table(settings, differs=False),
+            different=different,
+            same={name: settings[name] for name in names if name not in different},
             all_at="?" + urlencode([*(("run", each) for each in ids), ("all", "1")]),
         )
 
     return await page.draw(draw)
-
-
-def _table(
-    settings: Sequence[Mapping[str, object]], *, differs: bool
-) -> dict[str, list[object | None]]:
-    """Return the settings that differ between the runs, or the others, by name."""
-    names = sorted({name for each in settings for name in each})
-    rows = {name: [each.get(name) for each in settings] for name in names}
-    return {
-        name: values
-        for name, values in rows.items()
-        if any(value != values[0] for value in values) == differs
-    }
