@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import re
@@ -19,7 +20,7 @@ from tests.support.gateway.speaking_models import (
     says,
     speaking_gateway,
 )
-from tests.support.waiting import wait_until
+from tests.support.waiting import until, wait_until
 
 HOSTILE = '<img src=x onerror="a">'
 
@@ -89,6 +90,20 @@ def test_two_models_answer_side_by_side_and_one_refusal_spoils_nothing(gate, bro
     assert shown.count('class="side card"') == 2
     assert "hello" in shown
     assert "The model &#39;tiny&#39; has no tokenizer.json" in shown
+
+
+async def test_a_client_that_leaves_ends_the_answers_of_both_models(gate):
+    engine = says(gate, "abc")
+    gate.run(engine.gate.clear)
+    before, sent = len(engine.cancelled), len(engine.requests)
+    ask = {"model": "speaker", "model2": "speaker", "message": "hi"}
+    headers = {"X-API-Key": KEY}
+    async with httpx.AsyncClient(base_url=gate.url, headers=headers, verify=False) as client:
+        asking = asyncio.create_task(client.post("/chat", data=ask))
+        await until(lambda: len(engine.requests) == sent + 2)
+        asking.cancel()
+        await until(lambda: len(engine.cancelled) == before + 2)
+    gate.run(engine.gate.set)
 
 
 def test_an_answer_is_streamed_with_its_tokens(gate, browser):
