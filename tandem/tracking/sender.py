@@ -76,51 +76,49 @@ class RecordSender:
                 self._guarded(lambda: self._deliver([]))  # the answer has the server's last rows
 
     def _guarded(self, work: Callable[[], object]) -> None:
-        """An unexpected error must not end the thread."""
+        """Try again later after an error, also an unexpected one, which must not end the thread."""
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - all are warned about and tried again
-            self._retry_later(describe(error, typed=True))
+        except Exception as error:  # noqa: BLE001 - all are warned about
+            known = isinstance(error, TandemError | httpx.HTTPError)
+            self._retry_later(describe(error, typed=not known))
 
     def _send_waiting(self) -> None:
         self._outbox.pause(_LINGER_SECONDS, hurried=0)
         if time.monotonic() >= self._retry_at or self._outbox.hurried:
             while (items := self._outbox.oldest()) and not self._outbox.abandoned:
-                if not self._deliver(items):
-                    break
+                self._deliver(items)
 
-    def _deliver(self, items: Sequence[Item]) -> bool:
-        """Return whether the items are done: stored, or refused for good."""
-        first = items[0] if items else None
+    def _deliver(self, items: Sequence[Item]) -> None:
+        """Send items until they are stored, or refused for good. Raises any error, for a time when
+        they must be sent again."""
         try:
             method, path, content = self._request(items)
         except Exception as error:  # noqa: BLE001 - a value of the user's may raise anything
-            return self._refuse(items, InvalidRequest(f"it is no JSON: {describe(error)}"))
-        try:
-            answer = self._client.request(
-                method, path, content=content, headers={"Content-Type": "application/json"}
-            )
-            told = {} if answer.is_error else answer.json()
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            return self._retry_later(describe(error))
-        if not isinstance(told, dict):
-            return self._retry_later(f"it answered with a {type(told).__name__}, not an object")
+            self._refuse(items, InvalidRequest(f"it is no JSON: {describe(error)}"))
+            return
+        headers = {"Content-Type": "application/json"}
+        answer = self._client.request(method, path, content=content, headers=headers)
         if answer.is_server_error or answer.status_code in _RETRIED:
-            return self._retry_later(_refusal(answer).message)
+            raise _refusal(answer)
         if answer.status_code in _OF_ONE_ROW and len(items) > 1:
-            return all(self._deliver([item]) for item in items)
+            for item in items:
+                self._deliver([item])
+            return
         if answer.is_error:
-            return self._refuse(items, _refusal(answer))
+            self._refuse(items, _refusal(answer))
+            return
+        if not isinstance(told := answer.json(), dict):
+            raise TypeError(f"it answered with a {type(told).__name__}, not an object")
         try:
-            if isinstance(first, IdentityChange):
-                first.answered.set_result(None)
+            if items and isinstance(items[0], IdentityChange):
+                items[0].answered.set_result(None)
             else:
                 self._read_reply(told)
         finally:  # the gateway has them, whatever it says
             self._outbox.remove(items)
         self._pause = self._retry_at = 0.0
         self._warnings.forget("unreachable")
-        return True
 
     def _request(self, items: Sequence[Item]) -> tuple[str, str, bytes]:
         """Return method, path and body. Raises any error of a value."""
@@ -145,7 +143,7 @@ class RecordSender:
             for exporter in self._exporters:
                 exporter.put_row(row)
 
-    def _refuse(self, items: Sequence[Item], error: TandemError) -> bool:
+    def _refuse(self, items: Sequence[Item], error: TandemError) -> None:
         if items and isinstance(items[0], IdentityChange):
             items[0].answered.set_exception(error)
         else:
@@ -156,9 +154,8 @@ class RecordSender:
                 f"the gateway refused {rows} rows of {self._run_id}: {error.message}",
             )
         self._outbox.remove(items)
-        return True
 
-    def _retry_later(self, why: str) -> bool:
+    def _retry_later(self, why: str) -> None:
         self._warnings.warn_once(
             "unreachable", f"the record of {self._run_id} waits for the gateway: {why}"
         )
@@ -166,7 +163,6 @@ class RecordSender:
         self._retry_at = time.monotonic() + self._pause
         if self._outbox.hurried:
             self._outbox.pause(0, hurried=_HURRIED_PAUSE)
-        return False
 
 
 def _as_json(row: MetricRow) -> dict[str, Any]:
