@@ -20,7 +20,6 @@ from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
-from urllib.parse import quote
 
 import httpx
 import orjson
@@ -243,16 +242,6 @@ def running_gateway(data_dir: Path | None) -> Endpoint:
             f"`tandem up`, name its --data-dir, or name one elsewhere with --url ({URL_VARIABLE})"
         )
     return endpoint
-
-
-def id_in_url(given: str) -> str:
-    """Return the id of a run or session for a URL. Raises `UserError` for a path."""
-    if "/" in given:
-        raise UserError(
-            f"{given!r} is not an id, such as s-0123456789ab:train:0; `tandem status` and "
-            "`tandem runs list` show ids"
-        )
-    return quote(given, safe=":")
 
 
 def call(

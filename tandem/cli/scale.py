@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from typing import Annotated
+from urllib.parse import quote
 
 import typer
 
-from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, id_in_url, say
+from tandem.cli.context import DataDir, JsonFlag, call, end_if_json, say
 from tandem.cli.run_names import run_in_url
 
 _ANSWER = 60.0
@@ -33,10 +34,8 @@ def scale(
 
     Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60"""
     # Ids of sessions and sampling sessions begin like those of runs.
-    if target.startswith("s-") or "/" in target:
-        path = id_in_url(target)
-    else:
-        path = run_in_url(data_dir, target)
+    is_id = target.startswith("s-")
+    path = quote(target, safe=":") if is_id else run_in_url(data_dir, target)
     answer = call(
         data_dir,
         "PUT",

@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import quote
 
 import typer
 
-from tandem.cli.context import (
-    TINKER_API,
-    DataDir,
-    JsonFlag,
-    call,
-    end_if_json,
-    id_in_url,
-    new_commands,
-    say,
-)
+from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, end_if_json, new_commands, say
 from tandem.cli.tables import Column, byte_size, moment, say_rest, show_table
 
 app = new_commands("Sessions, the connections of clients: list them, end some.")
@@ -88,7 +80,7 @@ def end(
     Checkpoints stay. Unfinished operations fail.
 
     Example: tandem sessions end s-0123456789ab"""
-    paths = [f"sessions/{id_in_url(session)}/finish" for session in sessions]
+    paths = [f"sessions/{quote(session, safe='')}/finish" for session in sessions]
     if not yes and not typer.confirm(f"End {', '.join(sessions)}?", err=True):
         raise typer.Abort
     body = {"reason": {"type": "interrupted"}, "detail": "ended with `tandem sessions end`"}
