@@ -180,6 +180,7 @@ def test_a_metric_that_is_missing_is_refused_with_the_known_ones(tandem, record)
 
 def test_a_run_is_stopped_and_its_checkpoints_listed_by_its_name(tandem, record):
     run = record("short/lived", [])
+    assert "served by 2 engines" in tandem("scale", "short/lived", "--replicas", "2")
     assert "is stopped" in tandem("runs", "stop", "short/lived")
     assert "ended" in tandem("runs", "list", "--state", "ended", "--name", "short")
     assert run in tandem("checkpoints", "list", "--run", "short/lived", "--all")
