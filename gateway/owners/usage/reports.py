@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -24,7 +24,7 @@ from sqlalchemy import (
 from gateway.owners.auth.identity import Caller, visible
 from gateway.owners.usage.meter import HOUR, UsageMeter
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, sessions, usage
+from gateway.storage.tables import checkpoints, runs, sessions, usage
 
 EventType = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"
@@ -79,9 +79,9 @@ class UsageReport:
 
 
 @dataclass(frozen=True)
-class Used:
-    """Usage of an owner or a run (`run_id`). `prompt_tokens` include `cached_tokens`. `checkpoints`
-    and `checkpoint_bytes` are current checkpoints."""
+class OwnerUsage:
+    """`training_tokens` were trained. Samples used `prompt_tokens`, `cached_tokens` of them from
+    the prefix cache, and returned `sampled_tokens`. `checkpoints` exist now."""
 
     owner: str
     training_tokens: int
@@ -91,8 +91,24 @@ class Used:
     accelerator_seconds: float
     checkpoints: int
     checkpoint_bytes: int
-    run_id: str = ""
-    base_model: str = ""
+
+
+@dataclass(frozen=True)
+class RunUsage(OwnerUsage):
+    """`owner` trained the run or sampled from its weights."""
+
+    run_id: str
+    name: str
+    base_model: str
+
+
+@dataclass(frozen=True)
+class UsageSummary:
+    owners: Sequence[OwnerUsage]
+    runs: Sequence[RunUsage]
+
+
+Usage = TypeVar("Usage", bound=OwnerUsage)
 
 
 class BillingReports:
@@ -152,9 +168,7 @@ class BillingReports:
         metadata = {event.session_id: known.get(event.session_id) for event in events}
         return UsageReport(events=events, metadata=metadata)
 
-    async def summary(
-        self, caller: Caller, *, since: float, max_runs: int
-    ) -> tuple[list[Used], list[Used]]:
+    async def summary(self, caller: Caller, *, since: float, max_runs: int) -> UsageSummary:
         """Sum the caller's visible usage in the hours after `since` (seconds since 1970), by owner,
         and by run and owner for the runs with the most accelerator seconds. A sample counts for its
         weights' run and its sender."""
@@ -194,29 +208,30 @@ class BillingReports:
             desc("checkpoint_bytes"),
             both.c.owner,
         ]
+        named = visible(runs.c.owner, caller, "accessible")
         by_owner = select(both.c.owner, *sums).group_by(both.c.owner).order_by(*largest)
         by_run = (
             select(
                 both.c.owner,
                 both.c.run_id,
+                func.coalesce(func.max(runs.c.name), "").label("name"),
                 func.max(both.c.base_model).label("base_model"),
                 *sums,
             )
+            .outerjoin(runs, (runs.c.id == both.c.run_id) & named)
             .where(both.c.run_id != "")
             .group_by(both.c.owner, both.c.run_id)
             .order_by(*largest, both.c.run_id)
             .limit(max_runs)
         )
-        found = [await self._database.read(query) for query in (by_owner, by_run)]
-        owners, runs_ = ([_used(row) for row in rows] for rows in found)
-        return owners, runs_
+        return UsageSummary(
+            owners=[_used(OwnerUsage, row) for row in await self._database.read(by_owner)],
+            runs=[_used(RunUsage, row) for row in await self._database.read(by_run)],
+        )
 
 
-def _used(row: RowMapping) -> Used:
+def _used(type_: type[Usage], row: RowMapping) -> Usage:
     """Convert the sums, because PostgreSQL returns decimals."""
-    return from_row(
-        Used,
-        row,
-        **{name: int(row[name]) for name in (*_USED, "checkpoints", "checkpoint_bytes")}
-        | {"accelerator_seconds": float(row["accelerator_seconds"])},
-    )
+    counts = {name: int(row[name]) for name in (*_USED, "checkpoints", "checkpoint_bytes")}
+    seconds = {"accelerator_seconds": float(row["accelerator_seconds"])}
+    return from_row(type_, row, **counts | seconds)

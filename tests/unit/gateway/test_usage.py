@@ -8,9 +8,9 @@ from gateway.owners.auth.identity import Caller
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import NewSession, SessionRegistry
 from gateway.owners.usage.meter import Subject, TimeShares, UsageMeter
-from gateway.owners.usage.reports import BillingReports, Used
+from gateway.owners.usage.reports import BillingReports, OwnerUsage
 from gateway.storage.database import Database
-from gateway.storage.tables import checkpoints
+from gateway.storage.tables import checkpoints, runs
 from tandem.settings.requests import LimitSettings
 from tests.support.postgres import url_for
 
@@ -131,32 +131,35 @@ async def test_usage_is_summed_up_by_owner_and_by_run_and_samples_count_for_thei
     usage.record("sample", subject("s-1:sample:0", run), **tokens, accelerator_seconds=0.5)
     usage.record("sample", subject("s-2:sample:0", run, "ben"), **tokens, accelerator_seconds=0.25)
     usage.record("sample", subject("s-1:sample:1", ""), **tokens, accelerator_seconds=8.0)
+    named = {"id": run, "session_id": "s-1", "base_model": "tiny", "training": {}, "name": "mine"}
+    await database.write(insert(runs), named | {"owner": "ann", "state": "ended", "created_at": 0})
     await database.write(insert(checkpoints), checkpoint(run, owner="ann", size=1000))
     expired = checkpoint(run, owner="ann", size=5000, expires_at=1.0)
     await database.write(insert(checkpoints), expired)
     old = checkpoint("s-0:train:0", owner="ann", size=300)
     await database.write(insert(checkpoints), old)
 
-    def about(used: Used) -> tuple[object, ...]:
+    def about(used: OwnerUsage) -> tuple[object, ...]:
         return (
             *(used.training_tokens, used.prompt_tokens, used.cached_tokens, used.sampled_tokens),
             *(used.accelerator_seconds, used.checkpoints, used.checkpoint_bytes),
         )
 
-    owners, runs = await reports.summary(ADMIN, since=0, max_runs=10)
-    assert {used.owner: about(used) for used in owners} == {
+    found = await reports.summary(ADMIN, since=0, max_runs=10)
+    assert {used.owner: about(used) for used in found.owners} == {
         "ann": (100, 20, 8, 14, 11.5, 2, 1300),
         "ben": (0, 10, 4, 7, 0.25, 0, 0),
     }
-    assert [(used.run_id, used.owner, used.base_model, *about(used)) for used in runs] == [
+    assert [(used.run_id, used.owner, used.base_model, *about(used)) for used in found.runs] == [
         (run, "ann", "tiny", 100, 10, 4, 7, 3.5, 1, 1000),
         (run, "ben", "tiny", 0, 10, 4, 7, 0.25, 0, 0),
         ("s-0:train:0", "ann", "tiny", 0, 0, 0, 0, 0.0, 1, 300),
     ]
-    assert len((await reports.summary(ADMIN, since=0, max_runs=1))[1]) == 1
+    assert [used.name for used in found.runs] == ["mine", "mine", ""]
+    assert len((await reports.summary(ADMIN, since=0, max_runs=1)).runs) == 1
     ben = Caller(owner="ben", key_id="k-2", role="member")
-    assert [
-        used.owner for found in await reports.summary(ben, since=0, max_runs=9) for used in found
-    ] == ["ben", "ben"]
-    _, later = await reports.summary(ADMIN, since=40_000, max_runs=9)
-    assert [about(used)[4:] for used in later] == [(0.0, 1, 1000), (0.0, 1, 300)]
+    found = await reports.summary(ben, since=0, max_runs=9)
+    assert [used.owner for used in (*found.owners, *found.runs)] == ["ben", "ben"]
+    assert found.runs[0].name == "", "the run is ann's"
+    later = await reports.summary(ADMIN, since=40_000, max_runs=9)
+    assert [about(used)[4:] for used in later.runs] == [(0.0, 1, 1000), (0.0, 1, 300)]
