@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from tandem.cli.main import app
 from tests.support.gateway.access_world import GROUPS, World
 from tests.support.gateway.running import KEY, running_gateway
+from tests.support.ports import known_port
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +62,11 @@ def tandem(gate, tmp_path, monkeypatch) -> Callable[..., str]:
 
 @pytest.fixture
 def start(tmp_path):
+    """Start a gateway on the last one's directory and port."""
+    defaults = {"session_ttl": 600, "sequence_gap_timeout": 20, "port": known_port()}
+
     def with_(**changes):
-        return running_gateway(tmp_path, session_ttl=600, sequence_gap_timeout=20, **changes)
+        return running_gateway(tmp_path, **defaults | changes)
 
     return with_
 

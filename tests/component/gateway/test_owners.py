@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import tinker
 from tinker import types
 
 from gateway.owners.auth.keys import NewKey
 from tests.support.audit_log import audit_log
-from tests.support.gateway.running import running_gateway
-from tests.support.gateway.runs import SELDOM, Run, run_of, train
-from tests.support.ports import known_port
+from tests.support.gateway.runs import SELDOM, Run, ended, run_of, train
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
 
@@ -19,15 +19,8 @@ LOCAL = f"{OWN}/owners/local"
 
 
 @pytest.fixture
-def start(tmp_path):
-    """Start a gateway on the last one's directory and port."""
-    port = known_port()
-
-    def with_(**changes):
-        defaults = {"session_ttl": 600, "port": port, "recovery": SELDOM}
-        return running_gateway(tmp_path, **defaults | changes)
-
-    return with_
+def start(start):
+    return partial(start, recovery=SELDOM)
 
 
 def change(gate, **fields) -> dict:
@@ -38,16 +31,6 @@ def change(gate, **fields) -> dict:
 
 def key_of(gate, owner: str, role: str = "member") -> str:
     return gate.run(gate.gateway.keys.create(NewKey(owner=owner, role=role)))[1]
-
-
-def row_of(gate, run_id: str) -> dict:
-    found = gate.http().get(f"{OWN}/runs").json()["runs"]
-    return next(row for row in found if row["id"] == run_id)
-
-
-def ended(gate, run_id: str) -> dict | None:
-    row = row_of(gate, run_id)
-    return row if row["state"] == "ended" else None
 
 
 def test_an_owners_own_limit_replaces_that_of_the_settings_until_it_is_removed(start):

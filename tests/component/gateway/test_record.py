@@ -237,14 +237,6 @@ def test_rollouts_are_read_by_step_reward_and_text(gate, client):
     assert page(step=99)["rollouts"] == []
 
 
-def test_a_repeated_batch_of_rollouts_changes_nothing(gate, client):
-    run = new_run(gate)
-    for _ in range(2):
-        told = add_rollouts(client, run, 1, {"answer": "a"}, {"answer": "b"}, batch="one")
-        assert (told["rollouts"], told["dropped"]) == (2, 0)
-    assert ok(client.get(f"{RUNS}/{run}/rollouts"))["total_count"] == 2
-
-
 def test_without_a_reward_metric_the_curve_is_the_mean_of_the_rollouts(gate, client):
     run = new_run(gate)
     add_rollouts(client, run, 1, {"reward": 1}, {"reward": 0})

@@ -17,23 +17,10 @@ from tests.component.gateway.test_custom_loss_gateway import halved
 from tests.component.gateway.test_step_times import seconds_between
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
-from tests.support.gateway.running import forward_backward_bytes, running_gateway
+from tests.support.gateway.running import forward_backward_bytes
 from tests.support.gateway.runs import OFTEN, SELDOM, Run, run_of, snapshots, train, undisturbed
-from tests.support.ports import known_port
 from tests.support.sdk import supervised
 from tests.support.waiting import PATIENCE, wait_until
-
-
-@pytest.fixture
-def start(tmp_path):
-    """Start a gateway on the last one's directory and port."""
-    port = known_port()
-
-    def with_(**changes):
-        defaults = {"session_ttl": 600, "sequence_gap_timeout": 20, "port": port}
-        return running_gateway(tmp_path, **defaults | changes)
-
-    return with_
 
 
 def new_run(gate) -> Run:

@@ -93,5 +93,11 @@ def save(run: Run, seq_id: int, name: str) -> str:
     return run.outcome(seq_id).json()["path"]
 
 
+def ended(gate, run_id: str) -> dict | None:
+    """Return the row of a run after its end, else None."""
+    row = gate.http().get(f"/api/tandem/v1/runs/{run_id}").json()
+    return row if row["state"] == "ended" else None
+
+
 def run_of(run: Run):
     return run.gate.gateway.runs.get(run.id)

@@ -22,10 +22,6 @@ def shares_of(*spans: tuple[str, float, float], until: float = 10.0) -> dict[str
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
-def test_time_without_a_span_is_the_clients():
-    assert shares_of() == {"client": 10.0}
-
-
 def test_an_operation_computes_or_queues():
     assert shares_of(("operation", 2, 8), ("compute", 5, 8)) == {
         "client": 4.0,
