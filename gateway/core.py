@@ -52,7 +52,7 @@ from gateway.storage.data_directory import (
 from gateway.storage.database import Database
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
-from gateway.storage.futures.table import FutureTable, Outcome
+from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable
 from gateway.storage.retention import Retention
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
@@ -163,7 +163,11 @@ class Gateway:
         self.samples = SampleMeter(usage=self.usage, timelines=self.timelines)
         self.traces = TraceExporter(database=database, samples=self.samples, key=signing_key)
         self.futures = FutureTable(
-            folder=private / "results" / "samples", result_ttl=settings.result_ttl, metrics=metrics
+            folder=private / "results" / "samples",
+            result_ttl=settings.result_ttl,
+            bytes_in_memory=RESULT_BYTES,
+            max_samples=RESULTS,
+            metrics=metrics,
         )
         self.completions = CompletionFeed(futures=self.futures, idle_ttl=settings.result_ttl)
         self.models = BaseModels(
@@ -392,11 +396,6 @@ class Gateway:
         """Write the sums of usage so far, without waiting."""
         self.usage.write()
         self.worker_use.write(self.supervisor.roster.rows.values())
-
-    async def recall(self, request_id: str) -> Outcome | None:
-        """Return the outcome of a request that is no longer in memory, or None."""
-        found = await self.journal.recall(request_id)
-        return found or await self.custom_losses.recall(request_id)
 
     async def collect(self, run_id: str) -> bool:
         """Remove the run's unused, unnamed files. Return False if unnamed files are still in

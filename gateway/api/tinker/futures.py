@@ -199,7 +199,8 @@ async def retrieve_future(request: BoundedRequest) -> Response:
         if access.caller.may_change:  # a reader's look does not count as the owner's fetch
             gateway.futures.note_fetched(future)
         return await _result(access, request, request_id, outcome)
-    recalled = await gateway.recall(request_id)
+    recalled = await gateway.journal.recall(request_id)
+    recalled = recalled or await gateway.custom_losses.recall(request_id)
     if recalled is not None and not isinstance(recalled, UnknownRequest):
         return await _result(access, request, request_id, recalled)
     owner = split_request_id(request_id)

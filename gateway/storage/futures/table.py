@@ -118,8 +118,8 @@ class FutureTable:
 
     folder: Path
     result_ttl: float
-    bytes_in_memory: int = RESULT_BYTES
-    max_samples: int = RESULTS
+    bytes_in_memory: int
+    max_samples: int
     metrics: Metrics
 
     def __post_init__(self) -> None:

@@ -177,10 +177,7 @@ def test_nothing_of_a_run_is_collected_until_its_trainer_is_stopped(tmp_path, mo
         assert set(others) == {"its files are collected"}
 
 
-def test_whoever_ends_a_session_does_not_wait_for_ever_for_a_trainer_that_keeps_its_place(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setattr("gateway.core._PATIENCE", 0.1)
+def test_whoever_ends_a_session_does_not_wait_for_ever_for_a_trainer_that_keeps_its_place(tmp_path):
     with running_gateway(
         tmp_path, launcher=StopsSlowly(), session_ttl=600, worker_stop_timeout=0.1
     ) as gate:

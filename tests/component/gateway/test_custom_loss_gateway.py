@@ -121,9 +121,9 @@ def test_a_step_of_dimuon_is_sent_as_one(gate):
 def test_a_sessions_losses_go_with_it(gate):
     with gate.service() as service:
         handle = service.create_custom_loss(halved, input_ranks={"logprobs": 1}).result()
-        assert gate.run(gate.gateway.recall(handle.loss_id)) is not None
+        assert gate.run(gate.gateway.custom_losses.recall(handle.loss_id)) is not None
     # `Database.write_soon` deletes them, possibly after the client knows of the end.
-    wait_until(lambda: gate.run(gate.gateway.recall(handle.loss_id)) is None)
+    wait_until(lambda: gate.run(gate.gateway.custom_losses.recall(handle.loss_id)) is None)
 
 
 def test_the_sdk_raises_for_a_loss_that_uses_what_is_not_allowed(gate):

@@ -25,7 +25,7 @@ _PLACES = {
     "log_ttl": "gateway.housekeeping.LOG_TTL",
     "long_poll": "gateway.api.tinker.futures.LONG_POLL",
     "worker_heartbeat": "gateway.workers.processes.MOST_SECONDS",
-    "worker_stop_timeout": "gateway.core.WORKER_STOP_TIMEOUT",
+    "worker_stop_timeout": "gateway.core._PATIENCE",
     "recovery.replay": "gateway.runs.recovery.replay_log.REPLAY_SECONDS",
     "recovery.log_bytes": "gateway.runs.recovery.replay_log.LOG_BYTES",
     "openai.max_choices": "gateway.api.openai.service.MAX_CHOICES",

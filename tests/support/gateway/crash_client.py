@@ -284,7 +284,7 @@ class Client:
         while outcome is None:
             future = gateway.futures.get(request_id)
             if future is None:
-                outcome = await gateway.recall(request_id)
+                outcome = await gateway.journal.recall(request_id)
                 assert outcome is not None, f"nobody knows {request_id}"
             else:
                 outcome = await gateway.futures.wait(future, timeout=LONG_POLL)
