@@ -7,11 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import httpx
 import orjson
 import pytest
+import wandb
 
 from tandem.errors import UserError
 from tandem.tracking.exporters import (
@@ -115,16 +115,6 @@ def wandb_records(path: Path) -> Iterator[object]:
             parts = b""
 
 
-@pytest.fixture
-def wandb() -> Iterator[ModuleType]:
-    """The library, whose service process would live as long as the tests."""
-    import wandb
-
-    yield wandb
-    wandb.teardown()
-
-
-@pytest.mark.usefixtures("wandb")
 def test_wandb_gets_all_rows_in_an_offline_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, value in {"MODE": "offline", "SILENT": "true", "PROJECT": "sums"}.items():
@@ -133,6 +123,7 @@ def test_wandb_gets_all_rows_in_an_offline_run(tmp_path, monkeypatch):
     for row in ROWS:
         exporter.export_row(row)
     exporter.close()
+    wandb.teardown()  # its service ends, and has written everything
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = [*wandb_records(file)]
     (run, *_) = (each.run for each in records if each.WhichOneof("record_type") == "run")

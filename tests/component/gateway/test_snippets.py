@@ -13,9 +13,11 @@ import numpy as np
 import openai
 import pytest
 import tinker
+import wandb
 from tinker import types
 
 import tandem
+from tandem.tracking.run import TrackedRun
 from tests.support.gateway.running import KEY
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
@@ -70,6 +72,7 @@ def names(gate):
                 types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs)
             ],
         }
+    wandb.teardown()
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS)
@@ -91,6 +94,8 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, tmp_path, monkeyp
         warnings.simplefilter("error", FutureWarning)
         found = dict(names)
         exec(compile(snippet, "snippet", "exec"), found)
+    for tracked in (each for each in found.values() if isinstance(each, TrackedRun)):
+        tracked.finish()
     opened = found["service"]
     if opened is not names["service"]:
         opened.close("success").result()
