@@ -147,7 +147,7 @@ def test_a_request_after_a_save_is_answered_with_the_new_weights(client, trainin
     tokens = tokens_of(client, PROMPT + "!!!!!!!!!!!!")
     for _ in range(6):
         training.forward_backward([supervised(tokens)], "cross_entropy")
-        training.optim_step(types.AdamParams(learning_rate=0.05)).result(timeout=240)
+        training.optim_step(types.AdamParams(learning_rate=0.02)).result(timeout=240)
     trained = training.save_weights_and_get_sampling_client().result(timeout=240)
 
     after = client.completions.create(model=run, **more)
