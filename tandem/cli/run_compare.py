@@ -46,7 +46,7 @@ def compare(
         raise UserError(f"name two to {len(ascii_uppercase)} runs; here are {len(runs)}")
     found = [call(data_dir, "GET", f"runs/{run_in_url(data_dir, run)}") for run in runs]
     names = _names(found, metric or [])
-    curves = [read_curves(data_dir, run["id"], names) for run in found]
+    curves = [read_curves(data_dir, run["id"], names, lineage="true") for run in found]
     best = {name: [_best(name, of_run.get(name)) for of_run in curves] for name in names}
     differing = _differences(found)
     end_if_json(

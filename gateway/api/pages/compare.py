@@ -13,6 +13,7 @@ from gateway.api.pages.charts import COLOURS
 from gateway.api.pages.routing import PageDep, PageRouter
 from gateway.api.pages.run_views import flat
 from gateway.api.tandem.runs import own_run
+from gateway.runs.record.lineage import ancestors_of
 from tandem.errors import InvalidRequest, UnknownRun
 
 router = PageRouter()
@@ -36,7 +37,10 @@ async def compare_page(
     if not 2 <= len(ids) <= COLOURS:
         raise InvalidRequest(f"you chose {len(ids)} runs; choose 2 to {COLOURS} in the list")
     found = [await own_run(run_id, page) for run_id in ids]
-    curves = [await page.views.curves(run_id, None, POINTS) for run_id in ids]
+    curves = []
+    for run_id in ids:
+        ancestors = await ancestors_of(page.gateway.record.database, run_id, page.caller.may_see)
+        curves.append(await page.views.curves(run_id, None, POINTS, ancestors))
     rows = await page.views.rows(found)
 
     def draw() -> Response:

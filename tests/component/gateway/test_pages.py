@@ -151,10 +151,15 @@ def test_a_checkpoint_has_its_path_and_files_to_download(gate):
 
 def test_a_resumed_run_and_its_parent_link_each_other(gate):
     parent, child = new_run(gate, "parent"), new_run(gate, "child")
-    gate.run(gate.gateway.run_records.change(child, {"parent_run": parent}))
+    gate.run(gate.gateway.run_records.change(child, {"parent_run": parent, "parent_step": 1}))
+    for step in range(2):
+        log(gate, parent, step=step, reward=0.5)
     with signed_in(gate) as client:
         assert names_of_relatives(client, child) == {"parent"}
         assert names_of_relatives(client, parent) == {"child"}
+        compared = client.get("/compare", params={"run": [child, parent]}).text
+    lines = re.findall(r'class="c(\d) line"', compared)
+    assert sorted(lines) == ["1", "2"]  # the parent's curve is a part of the child's
 
 
 def names_of_relatives(client: httpx.Client, run: str) -> set[str]:
