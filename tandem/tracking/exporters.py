@@ -13,8 +13,8 @@ from typing import Any, Protocol
 from tandem.errors import UserError, describe
 from tandem.tracking.outbox import MetricRow
 
-_MOST_ROWS = 20_000
-"""Waiting rows of one exporter."""
+_MOST_BYTES = 128 * 2**20
+"""Waiting rows of one exporter, as they are in memory."""
 
 
 class Exporter(Protocol):
@@ -35,13 +35,20 @@ class ExporterThread:
         self._exporter = exporter
         self._warn = warn
         self._rows: SimpleQueue[MetricRow | None] = SimpleQueue()
+        self._bytes = 0
+        self._counting = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="tandem-exporter", daemon=True)
         self._thread.start()
 
     def put_row(self, row: MetricRow) -> None:
-        if self._rows.qsize() < _MOST_ROWS:
+        if not self._thread.is_alive():  # it has failed, and nobody takes its rows
+            return
+        with self._counting:
+            fits = self._bytes + row.size <= _MOST_BYTES
+            self._bytes += row.size if fits else 0
+        if fits:
             self._rows.put(row)
-        elif self._thread.is_alive():
+        else:
             self._tell("loses rows", "it is too slow")
 
     def begin_close(self) -> None:
@@ -55,6 +62,8 @@ class ExporterThread:
     def _work(self) -> None:
         try:
             for row in iter(self._rows.get, None):
+                with self._counting:
+                    self._bytes -= row.size
                 self._exporter.export_row(row)
         except Exception as error:  # noqa: BLE001 - another library must not end the program
             self._tell("gets no more rows", describe(error, typed=True))

@@ -11,20 +11,26 @@ from typing import Any
 
 _MOST_ROWS = 1000
 _REQUEST_BYTES = 2**20
+_ROW_BYTES, _VALUE_BYTES = 300, 100
+"""Memory of a row, and of a value with its name, roughly."""
 
 
 @dataclass(frozen=True)
 class MetricRow:
-    """Values of one step. `at` is in seconds since 1970, `size` roughly the bytes in memory.
+    """Values of one step. `at` is in seconds since 1970.
 
     `source` is `user`, or `tandem`, whose steps are optimizer steps."""
 
     step: int
     at: float
     values: Mapping[str, float]
-    size: int = 0
     source: str = "user"
     rows: int = 1
+
+    @property
+    def size(self) -> int:
+        """Roughly the bytes in memory."""
+        return _ROW_BYTES + _VALUE_BYTES * len(self.values)
 
 
 @dataclass(frozen=True)

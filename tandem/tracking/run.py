@@ -23,8 +23,6 @@ from tandem.tracking.values import as_number, snapshot
 
 _BUFFER_BYTES = 128 * 2**20
 _BATCH_BYTES = 2**20
-_ROW_BYTES, _VALUE_BYTES = 300, 100
-"""Memory of a row, and of a value with its name, roughly."""
 _IDENTITY_SECONDS = _EXIT_SECONDS = 10.0
 _CLOSE_SECONDS = 5.0
 """The least time of the exporters, also after a silent gateway."""
@@ -96,8 +94,7 @@ class TrackedRun:
             else:
                 numbers[str(name)] = taken
         if numbers:
-            size = _ROW_BYTES + _VALUE_BYTES * len(numbers)
-            row = MetricRow(step=number, at=time.time(), values=numbers, size=size)
+            row = MetricRow(step=number, at=time.time(), values=numbers)
             self._put(row)
             for exporter in self._exporters:
                 exporter.put_row(row)
@@ -185,7 +182,7 @@ class TrackedRun:
 
     def _put(self, item: Item) -> None:
         if os.getpid() != self._pid:  # after a fork, neither thread nor lock can be used
-            self._exporters = []
+            self._exporters, self._warnings = [], Warnings()
             self._begin()
         if dropped := self._outbox.put(item):
             self._lost += dropped

@@ -409,7 +409,7 @@ def test_a_slow_exporter_loses_rows_and_is_not_closed_while_it_takes_one(
     start, gateway, warnings, monkeypatch
 ):
     monkeypatch.setattr("tandem.tracking.run._CLOSE_SECONDS", 0.1)
-    monkeypatch.setattr("tandem.tracking.exporters._MOST_ROWS", 2)
+    monkeypatch.setattr("tandem.tracking.exporters._MOST_BYTES", 900)  # two rows
     released, entered = threading.Event(), threading.Event()
 
     class Hanging(Kept):
@@ -431,6 +431,22 @@ def test_a_slow_exporter_loses_rows_and_is_not_closed_while_it_takes_one(
     released.set()
     wait_until(lambda: hanging.closed)
     assert [row.step for row in hanging.rows] == [1, 2, 3]
+
+
+def test_an_exporter_gets_each_of_many_rows_that_are_logged_at_once(start, gateway, warnings):
+    released = threading.Event()
+
+    class Waiting(Kept):
+        def export_row(self, row: MetricRow) -> None:
+            released.wait()
+            super().export_row(row)
+
+    waiting = Waiting()
+    with start(exporters=[waiting]) as run:
+        for step in range(30_000):
+            run.log(step, {"reward": 1.0})
+        released.set()
+    assert len(waiting.rows) == 30_000 and warnings() == []
 
 
 # --- tandem.track ----------------------------------------------------------------------------
