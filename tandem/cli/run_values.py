@@ -21,12 +21,12 @@ _MAIN = ("reward", "loss")
 def read_curves(
     data_dir: Path | None, run: str, names: Sequence[str], **options: object
 ) -> dict[str, Any]:
-    """Return the run's curves with these names, as GET /runs/RUN/metrics has them."""
+    """Return the run's curves in the order of these names, as GET /runs/RUN/metrics has them."""
     if not names:
         return {}
     query = urlencode([*(("name", name) for name in names), *options.items()])
     metrics: dict[str, Any] = call(data_dir, "GET", f"runs/{run}/metrics?{query}")["metrics"]
-    return metrics
+    return {name: metrics[name] for name in names if name in metrics}
 
 
 def main_metric(last: Mapping[str, object]) -> str:

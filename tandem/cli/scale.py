@@ -34,7 +34,7 @@ def scale(
 
     Example: tandem scale s-0123456789ab:train:0 --replicas 4 --wait 60"""
     # Ids of sessions and sampling sessions begin like those of runs.
-    is_id = target.startswith("s-")
+    is_id = target.startswith("s-") and "/" not in target
     path = quote(target, safe=":") if is_id else run_in_url(data_dir, target)
     answer = call(
         data_dir,

@@ -10,6 +10,7 @@ import typer
 
 from tandem.cli.context import TINKER_API, DataDir, JsonFlag, call, end_if_json, new_commands, say
 from tandem.cli.tables import Column, byte_size, moment, say_rest, show_table
+from tandem.errors import UserError
 
 app = new_commands("Sessions, the connections of clients: list them, end some.")
 
@@ -80,6 +81,9 @@ def end(
     Checkpoints stay. Unfinished operations fail.
 
     Example: tandem sessions end s-0123456789ab"""
+    for session in sessions:
+        if "/" in session:
+            raise UserError(f"{session!r} is not a session's id; `tandem sessions list` shows ids")
     paths = [f"sessions/{quote(session, safe='')}/finish" for session in sessions]
     if not yes and not typer.confirm(f"End {', '.join(sessions)}?", err=True):
         raise typer.Abort

@@ -13,7 +13,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from gateway.owners.auth.keys import NewKey, Role
-from tandem.errors import PermissionDenied, ServerError, Unauthenticated, UnknownRun, UnknownSession
+from tandem.errors import (
+    PermissionDenied,
+    ServerError,
+    Unauthenticated,
+    UnknownRun,
+    UnknownSession,
+    UserError,
+)
 from tandem.protocol.authority import Authority, write_certificate
 from tests.support.gateway.running import KEY, make_model
 
@@ -91,6 +98,8 @@ def test_sessions_are_listed_and_ended_by_their_owner(gate, tandem, key_of):
         tandem("sessions", "end", session, "--yes", key=stranger(gate))
     with pytest.raises(PermissionDenied):
         tandem("sessions", "end", session, "--yes", key=key_of("reader"))
+    with pytest.raises(UserError, match="is not a session's id"):
+        tandem("sessions", "end", session, f"tinker://{session}", "--yes", key=key)
     assert "has ended" in tandem("sessions", "end", session, "--yes", key=key)
     assert "finished (interrupted)" in tandem("sessions", "list", key=key)
     assert session not in tandem(*active, key=key)

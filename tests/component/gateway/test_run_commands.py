@@ -169,6 +169,15 @@ def test_a_run_is_followed_while_it_goes_on(gate, tandem, record, monkeypatch):
     ]
 
 
+def test_curves_are_shown_in_the_order_of_the_given_names(gate, tandem, record):
+    run = record("two curves", [0.5])
+    with gate.http() as client:
+        row = {"step": 0, "values": {"length": 7}}
+        client.post(f"{OWN}/runs/{run}/metrics", json={"rows": [row]}).raise_for_status()
+    said = tandem("runs", "show", run, "--metric", "reward", "--metric", "length")
+    assert 0 <= said.index("reward, steps") < said.index("length, steps")
+
+
 def test_a_metric_that_is_missing_is_refused_with_the_known_ones(tandem, record):
     record("metric", [0.0])
     with pytest.raises(UserError, match="the run has no metric 'x'; known: reward"):
@@ -181,6 +190,8 @@ def test_a_metric_that_is_missing_is_refused_with_the_known_ones(tandem, record)
 def test_a_run_is_stopped_and_its_checkpoints_listed_by_its_name(tandem, record):
     run = record("short/lived", [])
     assert "served by 2 engines" in tandem("scale", "short/lived", "--replicas", "2")
+    with pytest.raises(UnknownRun, match="no run has the name"):
+        tandem("scale", f"{run}/lived", "--replicas", "2")
     assert "is stopped" in tandem("runs", "stop", "short/lived")
     assert "ended" in tandem("runs", "list", "--state", "ended", "--name", "short")
     assert run in tandem("checkpoints", "list", "--run", "short/lived", "--all")
