@@ -25,7 +25,7 @@ A whole passing run of the conformance suite (`make conformance`) writes this pa
 public method of the SDK's clients and every command of `tinker`, with the assertions of the suite
 against a real gateway, trainers and samplers. A row that names `_async` is also about that twin.
 
-The whole suite runs on tinker {NEWEST}. Its core also runs on the oldest supported
+The whole suite runs on tinker {NEWEST}. Its core also runs on the oldest tested
 release, {OLDEST}.
 The gateway refuses a client of an older protocol with a 400 that names the version to install.
 """
