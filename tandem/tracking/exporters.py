@@ -36,7 +36,7 @@ class ExporterThread:
         self._warn = warn
         self._rows: SimpleQueue[MetricRow | None] = SimpleQueue()
         self._bytes = 0
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # a signal's handler may log, too
         self._thread = threading.Thread(target=self._work, name="tandem-exporter", daemon=True)
         self._thread.start()
 

@@ -62,7 +62,7 @@ def test_a_program_without_an_end_sends_its_rows_when_it_exits():
     assert '"reward":0.5' in told
 
 
-def test_after_a_fork_the_child_sends_only_its_own_rows():
+def test_after_a_fork_the_child_sends_and_warns_of_only_its_own_rows(caplog):
     dead, steps = True, []
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -75,21 +75,23 @@ def test_after_a_fork_the_child_sends_only_its_own_rows():
         return httpx.Client(base_url="http://x/", transport=httpx.MockTransport(answer))
 
     run = TrackedRun("r", url="http://x", connect=connect)
-    run.log(1, {"parent": 1.0})
+    run.log(1, {"parent": 1.0, "note": "a text"})
     reading, writing = os.pipe()
     child = os.fork()
     dead = False
     if not child:
         try:
             run.log(2, {"child": 1.0})
+            before = len(caplog.records)
+            run.log(2, {"note": "a text"})
             run.flush()
-            os.write(writing, bytes(steps))
+            os.write(writing, bytes([*steps, len(caplog.records) - before]))
         finally:
             os._exit(0)
     os.waitpid(child, 0)
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
-        assert [*pipe.read()] == [2]
+        assert [*pipe.read()] == [2, 1]
     run.finish()
     assert steps == [1]
 
