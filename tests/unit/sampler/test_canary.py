@@ -34,3 +34,9 @@ def test_an_unlikely_token_may_differ_by_more(dtype, passes, fails):
 def test_a_logprob_that_is_no_number_is_a_difference():
     with pytest.raises(LoadFailed, match="by nan"):
         compare([0, np.nan])
+
+
+def test_an_infinite_logprob_of_the_trainer_allows_no_finite_one():
+    canary = Canary(tokens=[1, 2, 3], logprobs=[-0.5, -np.inf])
+    with pytest.raises(LoadFailed, match="by inf"):
+        compare_with_canary(np.float32([-0.5, -36.0]), canary, tolerance=0.5, name="v1")
