@@ -21,6 +21,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 390, 8, 178
 """The edges of the plotted area."""
 _COLUMNS = 90
 """Most bars of a chart. Each has the mean of its steps."""
+_LEAST, _MOST = 1e-300, 1e300
+"""Within these, the axes compute without an overflow. Greater values are drawn at the edge."""
 COLOURS = 8
 
 
@@ -93,9 +95,10 @@ def stacked_bars(parts: Sequence[Curve], *, title: str) -> Markup:
 
 class _Axes:
     def __init__(self, first: float, last: float, low: float, high: float) -> None:
-        spread = high - low or abs(high) or 1.0
-        self._steps = (float(first), float(max(last, first + 1)))
-        self._values = (float(low - (0.04 * spread if low else 0)), float(high + 0.04 * spread))
+        first, (low, high) = float(first), np.clip((low, high), -_MOST, _MOST).tolist()
+        spread = next(size for size in (high - low, abs(high), 1.0) if size > _LEAST)
+        self._steps = (first, max(float(last), first + 1, math.nextafter(first, math.inf)))
+        self._values = (low - (0.04 * spread if low else 0), high + 0.04 * spread)
 
     def x(self, steps: Any) -> Any:
         return np.interp(steps, self._steps, (_LEFT, _RIGHT))
