@@ -26,6 +26,7 @@ _MOST_BYTES = {"gateway": 4 * 2**20}
 _MOST_BYTES_OF_WORKER = 512 * 2**10
 _MOST_BYTES_OF_ONE = 32 * 2**20
 _MOST_LOGS = 24
+_TOLD = ("timestamp", "level", "event", "service", "session_id", "run_id", "request_id")
 _SESSION = re.compile(rb"\bs-[0-9a-f]{12}\b")
 _GLOG = re.compile(rb"\[?([IWEF])[0-9]{4} ")
 _GLOG_LEVELS = {b"I": "info", b"W": "warning", b"E": "error", b"F": "error"}
@@ -112,6 +113,24 @@ def read_log_lines(folder: Path, wanted: LogFilter, *, limit: int) -> tuple[list
             kept.append(lines)
     merged = deque(heapq.merge(*kept, key=lambda line: line.at), maxlen=limit + 1)
     return list(merged)[-limit:], cut or len(merged) > limit
+
+
+def event_of(text: str) -> tuple[str, str]:
+    """Return a JSON line's event with its id and fields, and its service. Both are "" for other
+    text. Example: `("operation s-12ab34cd56ef:train:0:7 outcome=ok seconds=0.5", "trainer")`."""
+    try:
+        content = orjson.loads(text)
+        event = str(content["event"])
+    except (ValueError, TypeError, KeyError):
+        return "", ""
+    name = content.get("request_id") or content.get("run_id") or content.get("session_id")
+    fields = [f"{key}={_as_word(value)}" for key, value in content.items() if key not in _TOLD]
+    return " ".join([event, *([str(name)] if name else []), *fields]), content.get("service") or ""
+
+
+def _as_word(value: object) -> str:
+    text = value if isinstance(value, str) else orjson.dumps(value).decode()
+    return orjson.dumps(text).decode() if not text or " " in text else text
 
 
 def _is_near(file: LogFile, wanted: LogFilter) -> bool:

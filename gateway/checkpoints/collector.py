@@ -115,7 +115,7 @@ class GarbageCollector:
             removed, refused = await asyncio.to_thread(self._put_away, removable)
             self.empty_trash_soon()
             await self._note(run_id, removed)
-            self._log.info("collected", run_id=run_id, folders=removed)
+            self._log.info("collected", run_id=run_id, folders=len(removed), first=removed[:3])
             if refused:
                 return False
         if ended:

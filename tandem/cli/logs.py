@@ -36,14 +36,13 @@ from tandem.cli.keys import parse_duration
 from tandem.cli.run_names import run_id
 from tandem.cli.tables import Column, byte_size, moment, printable, show_table
 from tandem.errors import UserError
-from tandem.log_lines import LogFilter, list_log_files, read_log_lines
+from tandem.log_lines import LogFilter, event_of, list_log_files, read_log_lines
 from tandem.stack import read_endpoint
 
 _POLL_SECONDS = 0.5
 _LATE_SECONDS = 5.0
 """A line may be written this long after its time, for example by another host's worker."""
 _FOLLOWED_LINES = 10_000
-_TOLD = ("timestamp", "level", "event", "service", "session_id", "run_id", "request_id")
 
 Read = Callable[[LogFilter, int], tuple[list[Row], bool]]
 
@@ -160,23 +159,12 @@ def _print(found: Sequence[Row], *, as_json: bool, one_log: bool) -> None:
 
 def _as_text(line: Row, *, one_log: bool) -> str:
     """Example: `09:30:00.123 error trainer: operation_failed type=out_of_memory`."""
-    try:
-        content = orjson.loads(line["text"])
-        event = content["event"]
-    except (ValueError, TypeError, KeyError):
+    event, service = event_of(line["text"])
+    if not event:
         about = "" if one_log else f"{line['log']}: "
         return f"{about}{printable(line['text'])}"
     at = datetime.fromtimestamp(line["at"]).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")[:-3]
-    name = content.get("request_id") or content.get("run_id") or content.get("session_id")
-    service = content.get("service") or line["log"]
-    rest = [f"{key}={_value(value)}" for key, value in content.items() if key not in _TOLD]
-    ids = [str(name)] if name else []
-    return printable(f"{at} {line['level']} {service}: {' '.join([str(event), *ids, *rest])}")
-
-
-def _value(value: object) -> str:
-    text = value if isinstance(value, str) else orjson.dumps(value).decode()
-    return orjson.dumps(text).decode() if not text or " " in text else text
+    return printable(f"{at} {line['level']} {service or line['log']}: {event}")
 
 
 def _list(rows: Sequence[Row], *, as_json: bool) -> None:

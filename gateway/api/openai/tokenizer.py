@@ -121,7 +121,8 @@ class ModelTokenizer:
         if self._template is None:
             raise UnsupportedInput(
                 f"the model {self.name!r} has no chat template; put a chat_template.jinja into its "
-                "folder and add the model again, or use /v1/completions with a prompt of your own"
+                "folder and add the model again, or use /v1/completions (`tandem chat --complete`) "
+                "with a prompt of your own"
             )
         return self._template
 

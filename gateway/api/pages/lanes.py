@@ -14,6 +14,8 @@ from gateway.storage.database import Database
 from gateway.storage.tables import runs, worker_events
 
 _MOST_EVENTS = 20_000
+_SHORTEST_WAIT = 1.0
+"""Seconds of a wait for a group that is shown."""
 _MOST_LANES = 200
 _MOST_BARS = 300
 """Of one lane."""
@@ -112,6 +114,8 @@ def charts(
         for row, after in zip(rows, [*rows[1:], None], strict=True):
             begin, end = max(row["at"], since), after["at"] if after else now
             if row["state"] == "gone" or end <= begin:
+                continue
+            if not row["group_name"] and end - begin < _SHORTEST_WAIT:
                 continue
             seen = names.caller.may_see(row["owner"])
             title = _title(row, end, after["busy_seconds"] if after else 0.0)

@@ -14,6 +14,7 @@ import jinja2
 
 from gateway.api.pages.texts import ago, clock, compact, figure, iso, shade, visible
 from tandem import __version__
+from tandem.log_lines import event_of
 
 _FOLDER = Path(__file__).parent
 
@@ -51,6 +52,7 @@ def environment() -> jinja2.Environment:
     )
     paths = {file.name: f"/static/{name}" for name, file in static_files().items()}
     found.filters.update(ago=ago, clock=clock, compact=compact, iso=iso, number=figure, shade=shade)
+    found.filters.update(event=lambda text: event_of(text)[0])
     found.globals.update(static=paths.__getitem__, version=__version__)
     return found
 

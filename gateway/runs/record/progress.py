@@ -46,7 +46,10 @@ class RecordIndex:
     ) -> RecordIndex:
         """Return the index after rows of metrics and their values as JSON. The user's first step
         replaces the optimizer's steps."""
-        index = replace(self, rows=self.rows + len(rows), last={**self.last, **last})
+        merged = {**self.last, **last}
+        if "reward" in merged:
+            merged.pop("tandem/reward", None)  # the rollouts' mean, in place of the user's number
+        index = replace(self, rows=self.rows + len(rows), last=merged)
         if not rows or (self.by_user and not by_user):
             return index
         low, top = min(row.step for row in rows), max(row.step for row in rows)

@@ -91,6 +91,19 @@ def test_a_state_that_began_before_the_shown_time_is_shown_from_its_beginning(ga
     assert "s-gone" in page_of(gate, path="/devices?hours=6")
 
 
+def test_only_a_wait_of_a_second_and_more_has_a_lane(gate):
+    for key, seconds in (("s-soon:train:0", 0.5), ("s-late:train:0", 5.0)):
+        record(
+            gate,
+            event(key, "waiting", ago=100, group=""),
+            event(key, "placed", ago=100 - seconds),
+            event(key, "gone", ago=90),
+        )
+    shown = page_of(gate)
+    waits = shown[shown.index("Waiting for a group") :]
+    assert "s-late" in waits and "s-soon" not in waits and "s-soon" in shown
+
+
 def test_a_lane_of_many_short_states_has_a_bounded_number_of_bars(gate):
     states = ["awake", "asleep", "asleep"]
     flood = [

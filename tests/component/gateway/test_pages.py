@@ -381,12 +381,15 @@ def test_the_logs_of_a_run_are_shown_as_text(gate):
     folder.mkdir(exist_ok=True)
     line = {
         "event": "<b>bad</b>",
+        "why": "too hot",
         "level": "error",
         "run_id": run,
         "timestamp": "2026-11-27T08:00:00Z",
     }
-    (folder / "gateway.log").write_text(json.dumps(line) + "\n")
+    (folder / "gateway.log").write_text(f"{json.dumps(line)}\nno JSON <i>\n")
     with signed_in(gate) as client:
         page = client.get(f"/runs/{run}/logs?level=error")
-    assert "&lt;b&gt;bad&lt;/b&gt;" in page.text
+    lines = re.findall(r'<td class="mono">(.*?)</td>', page.text)
+    shown = f'<b>bad</b> {run} why="too hot"'
+    assert [html.unescape(line) for line in lines] == ["no JSON <i>", shown]
     assert "<b>bad" not in page.text

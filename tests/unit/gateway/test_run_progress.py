@@ -29,6 +29,14 @@ def test_a_run_without_a_step_has_no_progress():
     assert RecordIndex("s-1:train:0").progress(TOTAL) is None
 
 
+def test_the_users_reward_replaces_the_mean_of_the_rollouts_in_either_order():
+    rows = [MetricsRow(1, {}, 1.0)]
+    for first, then in [("reward", "tandem/reward"), ("tandem/reward", "reward")]:
+        index = RecordIndex("s-1:train:0").with_rows(rows, {first: 0.5}, by_user=True)
+        assert index.last == {first: 0.5}
+        assert set(index.with_rows(rows, {then: 0.5}, by_user=True).last) == {"reward"}
+
+
 def test_percent_and_time_left_come_from_the_declared_number_of_steps():
     told = run_of((1, 100.0), (2, 104.0)).progress(TOTAL)
     assert told == StepProgress(2, 10, 20.0, 32.0, 104.0)
