@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import tempfile
@@ -79,18 +80,24 @@ def measure(*, rounds: int, samples: int) -> dict[str, list[dict[str, float]]]:
 
 
 def compare(found: dict[str, list[dict[str, float]]]) -> list[dict[str, object]]:
-    """Return medians in seconds. A ratio is the median of the pairs' ratios to the plain step."""
+    """Return means in seconds, and what a tracked step costs in per cent of a plain one, with the
+    standard error of the pairs' differences."""
     rows: list[dict[str, object]] = []
-    for way, steps in found.items():
-        row: dict[str, object] = {"what": f"{way} tracking", "steps": len(steps)}
-        for name in steps[0]:
-            row[name] = round(statistics.median(step[name] for step in steps), 3)
-        pairs = list(zip(steps, found[PLAIN], strict=True))
-        for name in ("step", "sent", "cpu"):
-            row[f"{name} × plain"] = round(
-                statistics.median(step[name] / plain[name] for step, plain in pairs), 4
-            )
-        rows.append(row)
+    for name in found[PLAIN][0]:
+        plain, tracked = ([step[name] for step in found[way]] for way in (PLAIN, TRACKED))
+        mean = statistics.mean(plain)
+        differences = [with_ - without for with_, without in zip(tracked, plain, strict=True)]
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+        rows.append(
+            {
+                "seconds": name,
+                "steps": len(plain),
+                PLAIN: round(mean, 3),
+                TRACKED: round(statistics.mean(tracked), 3),
+                "cost %": round(100 * statistics.mean(differences) / mean, 2),
+                "± %": round(100 * error / mean, 2),
+            }
+        )
     return rows
 
 
@@ -100,9 +107,10 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=Reinforcement().samples)
     arguments = parser.parse_args()
     load = os.getloadavg()
-    rows = compare(measure(rounds=arguments.rounds, samples=arguments.samples))
+    steps = measure(rounds=arguments.rounds, samples=arguments.samples)
+    rows = compare(steps)
     about = {"rounds": arguments.rounds, "samples": arguments.samples, "load": load}
-    results = {"machine": record.machine(), "tracking": about, "rl_step": rows}
+    results = {"machine": record.machine(), "tracking": about, "rl_step": rows, "steps": steps}
     print(json.dumps(rows, indent=1), f"\nWritten to {record.save(results).name}")
 
 
