@@ -1,4 +1,5 @@
-"""`make bench-tracking`: the demo's RL step with and without a record, in turn in one run.
+"""`make bench-tracking`: the demo's RL step with and without a record, in turn in one run, and
+the processor time of the recording alone.
 
 A tracked step records metrics and all 800 rollouts with their tokens and logprobs. Its rows are
 sent before the next step begins, and that time is counted too."""
@@ -12,6 +13,7 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -20,18 +22,25 @@ import tinker
 import tandem
 from benchmarks import record
 from benchmarks.bursts import cpu_seconds
+from tandem.demo.addition import all_problems
 from tandem.demo.configuration import Reinforcement
 from tandem.demo.reinforcement import Loop
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.own_machine import without_proxies
 from tandem.stack import Stack
+from tandem.tracking.run import TrackedRun
 
 MODEL = "bench/tiny"
+ALONE = 30
+"""Steps that are only recorded, with nothing beside them."""
 PLAIN, TRACKED = "without", "with"
 
 
-def measure(*, rounds: int, samples: int) -> dict[str, list[dict[str, float]]]:
-    """Return the seconds of each round's steps: `rounds` of plain, tracked, tracked, plain."""
+def measure(
+    *, rounds: int, samples: int
+) -> tuple[dict[str, list[dict[str, float]]], dict[str, float]]:
+    """Return the seconds of each round's steps, and those of `record_alone`. A round is plain,
+    tracked, tracked, plain."""
     found: dict[str, list[dict[str, float]]] = {PLAIN: [], TRACKED: []}
     with (
         tempfile.TemporaryDirectory() as work,
@@ -75,8 +84,29 @@ def measure(*, rounds: int, samples: int) -> dict[str, list[dict[str, float]]]:
                     if number > 1:
                         found[way].append(row)
                         print(way, {name: round(value, 3) for name, value in row.items()})
+                alone = record_alone(run, processes, samples=samples)
                 assert run.dropped == 0
-    return found
+    return found, alone
+
+
+def record_alone(
+    run: TrackedRun, processes: Sequence[psutil.Process], *, samples: int
+) -> dict[str, float]:
+    """Return seconds per step: of the loop's calls, and of the processors of client and gateway."""
+    rollout = {"prompt": "1+2=", "answer": "3", "expected": "3", "reward": 1.0, "advantage": 0.1}
+    rollout |= {"tokens": [4, 5, 6, 7], "logprobs": [-0.25, -0.5, -0.75, -1.5]}
+    rollouts = [rollout] * (samples * len(all_problems()))
+    before, in_loop = [cpu_seconds(each) for each in processes], 0.0
+    for step in range(1_000, 1_000 + ALONE):
+        began = time.perf_counter()
+        run.rollouts(step, rollouts)
+        run.log(step, {"reward": 0.5})
+        in_loop += time.perf_counter() - began
+        assert run.flush()
+    client, gateway = (
+        (cpu_seconds(each) - then) / ALONE for each, then in zip(processes, before, strict=True)
+    )
+    return {"loop": in_loop / ALONE, "client cpu": client, "gateway cpu": gateway}
 
 
 def compare(found: dict[str, list[dict[str, float]]]) -> list[dict[str, object]]:
@@ -107,11 +137,12 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=Reinforcement().samples)
     arguments = parser.parse_args()
     load = os.getloadavg()
-    steps = measure(rounds=arguments.rounds, samples=arguments.samples)
+    steps, alone = measure(rounds=arguments.rounds, samples=arguments.samples)
     rows = compare(steps)
     about = {"rounds": arguments.rounds, "samples": arguments.samples, "load": load}
     results = {"machine": record.machine(), "tracking": about, "rl_step": rows, "steps": steps}
-    print(json.dumps(rows, indent=1), f"\nWritten to {record.save(results).name}")
+    results["recording_alone_seconds"] = alone
+    print(json.dumps([*rows, alone], indent=1), f"\nWritten to {record.save(results).name}")
 
 
 if __name__ == "__main__":

@@ -183,13 +183,17 @@ def check_token(sent: str, secret: str) -> None:
 
 
 def _identify_browser(scope: Scope) -> Caller:
-    """Return the caller by the cookie or by a key. Raises `Unauthenticated`."""
+    """Return the caller by the cookie or by a key. Raises `Unauthenticated`. In `tandem view`,
+    everybody is `app.state.viewer`."""
     request = Request(scope)
+    state = scope.setdefault("state", {})
+    if viewer := getattr(request.app.state, "viewer", None):
+        state["caller"] = viewer
+        return cast(Caller, viewer)
     token = request.cookies.get(cookie_name(request))
     if not token or {"x-api-key", "authorization"} & {*request.headers}:
         return identify(scope)
     gateway = cast(Gateway, scope["app"].state.gateway)
-    state = scope.setdefault("state", {})
     try:
         caller = state["caller"] = gateway.page_sessions.caller_of(token)
     except Unauthenticated as refusal:

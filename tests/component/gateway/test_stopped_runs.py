@@ -358,6 +358,14 @@ def test_a_stop_is_in_the_audit_log_and_readers_may_not(start):
         assert (stops[1]["target"], stops[1]["discard"]) == (run.id, "true")
 
 
+def test_the_body_takes_only_a_flag(start):
+    with start() as gate:
+        run = Run.new(gate)
+        for wrong in ("yes", 1, None):
+            answer = run.client.post(f"{OWN}/runs/{run.id}/stop", json={"discard": wrong})
+            assert answer.status_code == 400
+
+
 def test_a_run_ends_at_its_deadline_with_a_checkpoint(start):
     with start() as gate:
         run = Run.new(gate)

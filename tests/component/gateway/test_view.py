@@ -116,6 +116,9 @@ def test_nothing_can_be_changed_or_asked_under_another_name(kept):
             assert client.get(path).status_code == 404
         assert client.post(f"/runs/{run}").status_code == 405
         assert client.get("/", headers={"Host": "evil.example"}).status_code == 400
+        cookie = f"tandem_{client.base_url.port}=of-a-gateway-that-had-this-port"
+        asked = {"Cookie": cookie, "Accept": "text/html"}
+        assert client.get(f"/runs/{run}", headers=asked).status_code == 200
 
 
 def test_a_damaged_record_is_named_and_the_others_are_shown(kept, tmp_path):

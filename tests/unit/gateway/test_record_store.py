@@ -149,6 +149,25 @@ async def test_the_next_gateway_goes_on_with_the_index_and_new_files(record, wor
     await later.close()
 
 
+async def test_a_repeated_batch_changes_nothing(record):
+    for _ in range(2):
+        told = await record.append_rollouts(RUN, "x", 1, [{"answer": "a"}, {"answer": "b"}])
+        assert (told.written, told.dropped) == (2, 0)
+    assert (await record.rollouts(RUN, 1)).total_count == 2
+
+
+async def test_a_batch_that_was_written_without_its_row_is_written_again_and_read_once(
+    record, world
+):
+    await record.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    await world.database.write(rollout_batches.delete())  # as after a kill between the two
+    later = record_of(world, epoch=2)
+    await later.append_rollouts(RUN, "x", 1, [{"answer": "a"}])
+    page = await later.rollouts(RUN, 1)
+    assert [one["answer"] for one in page.rollouts] == ["a"] and page.total_count == 1
+    await later.close()
+
+
 async def test_a_repeated_batch_replaces_its_earlier_copy_in_the_index_of_the_files(
     record, world, monkeypatch
 ):
