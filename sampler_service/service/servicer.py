@@ -25,7 +25,7 @@ from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
 from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import InternalError, InvalidRequest, TandemError
-from tandem.protocol.fencing import Fence
+from tandem.protocol.fencing import Fence, Refused
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 
@@ -108,6 +108,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         requests: AsyncIterator[sampler_pb2.SampleRequests],
         context: Context,
     ) -> None:
+        await self._check_ready(context)
         stream = SampleQueue()
         self._streams.add(stream)
         reading = asyncio.create_task(self._read(requests, stream, context))
@@ -117,6 +118,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 await self._write(batch, context)
             if reading.done():
                 await reading
+        except Refused as refused:
+            await refused.abort(context)
         finally:
             reading.cancel()
             self._streams.remove(stream)
@@ -131,7 +134,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         """Hand requests to the engine. An error cancels all unanswered ones."""
         try:
             async for batch in requests:
-                await self._check_lease(context)
+                self._note_state()
+                self._fence.require(context)
                 for request in batch.requests:
                     self._begin(request, stream)
                 for number in batch.cancelled:
@@ -338,9 +342,12 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     async def _check_lease(self, context: Context) -> None:
         """Abort a call that uses the device without the lease, or during sleep."""
         await self._check_ready(context)
+        self._note_state()
+        await self._fence.check(context)
+
+    def _note_state(self) -> None:
         state = self._scheduler.status.state
         self._fence.asleep = state in (EngineState.ASLEEP, EngineState.WAKING)
-        await self._fence.check(context)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from typing import TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
+from tandem.protocol.fencing import Refused
+
 EPOCH_METADATA_KEY = "x-tandem-epoch"
 
 NEWEST_EPOCH_METADATA_KEY = "tandem-newest-epoch"
@@ -83,16 +85,21 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
             async def heard() -> AsyncIterator[Request]:
                 async for request in requests:
                     if epoch < self._newest:
-                        await self._refuse(epoch, context)
+                        raise self._refusal(epoch)
                     yield request
 
-            await answer(heard(), context)
+            try:
+                await answer(heard(), context)
+            except Refused as refused:
+                await refused.abort(context)
 
         return answer_while_newest
 
     async def _refuse(self, epoch: int, context: grpc.aio.ServicerContext[Request, Reply]) -> None:
-        await context.abort(
-            grpc.StatusCode.FAILED_PRECONDITION,
+        await self._refusal(epoch).abort(context)
+
+    def _refusal(self, epoch: int) -> Refused:
+        return Refused(
             f"another gateway (epoch {self._newest}) has taken over from this one (epoch {epoch}); "
             "ask that one",
             ((NEWEST_EPOCH_METADATA_KEY, str(self._newest)),),

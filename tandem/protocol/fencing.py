@@ -7,7 +7,8 @@ docs/sharing.md."""
 
 from __future__ import annotations
 
-from typing import NoReturn, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -19,6 +20,18 @@ FENCED_METADATA_KEY = "tandem-newest-lease"
 
 _Request = TypeVar("_Request")
 _Reply = TypeVar("_Reply")
+
+
+@dataclass
+class Refused(Exception):
+    """A stream's reader raises this, and its writer aborts the call after the last write. gRPC
+    cannot abort a call during a write, and then never ends it."""
+
+    details: str
+    metadata: tuple[tuple[str, str], ...]
+
+    async def abort(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
+        await context.abort(grpc.StatusCode.FAILED_PRECONDITION, self.details, self.metadata)
 
 
 class Fence:
@@ -33,29 +46,31 @@ class Fence:
 
     async def check(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
         """Abort the call unless it has the lease and the worker is awake."""
+        try:
+            self.require(context)
+        except Refused as refused:
+            await refused.abort(context)
+
+    def require(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
+        """Raises `Refused` unless the call has the lease and the worker is awake."""
         if not self.leased:
             return
         token = self._token_of(context)
         if token != self._newest or self.asleep:
-            state = "asleep" if self.asleep else "awake"
-            await self._refuse(context, token, f"it is {state}")
+            raise self._refusal(token, f"it is {'asleep' if self.asleep else 'awake'}")
 
     async def admit(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
         """Note the token of a Sleep or Wake. Abort the call if it is older than the newest."""
         token = self._token_of(context)
         if not self.leased or token < self._newest:
-            await self._refuse(context, token, "a newer call came before")
+            await self._refusal(token, "a newer call came before").abort(context)
         self._newest = token
 
     def _token_of(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> int:
         return int(dict(context.invocation_metadata() or ()).get(LEASE_METADATA_KEY, 0))
 
-    async def _refuse(
-        self, context: grpc.aio.ServicerContext[_Request, _Reply], token: int, why: str
-    ) -> NoReturn:
-        await context.abort(
-            grpc.StatusCode.FAILED_PRECONDITION,
+    def _refusal(self, token: int, why: str) -> Refused:
+        return Refused(
             f"the worker was called with the lease {token}, its newest is {self._newest}: {why}",
             ((FENCED_METADATA_KEY, str(self._newest)),),
         )
-        raise AssertionError("abort raises")

@@ -27,6 +27,7 @@ class Sampler(sampler_pb2_grpc.SamplerServicer):
         self.batches: list[list[int]] = []
         self.cancelled: list[int] = []
         self.broken = asyncio.Event()
+        self.writing = asyncio.Lock()
 
     async def Load(self, request, context):
         return sampler_pb2.LoadReply()
@@ -38,7 +39,8 @@ class Sampler(sampler_pb2_grpc.SamplerServicer):
         await asyncio.wait([reading, breaking], return_when=asyncio.FIRST_COMPLETED)
         if breaking.done():
             self.broken.clear()
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "it broke")
+            async with self.writing:  # gRPC cannot abort a call during a write
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "it broke")
         await reading
 
     async def read(self, requests, context) -> None:
@@ -47,7 +49,8 @@ class Sampler(sampler_pb2_grpc.SamplerServicer):
             self.cancelled += batch.cancelled
             even = [each for each in batch.requests if each.seq_id % 2 == 0]
             replies = [sampler_pb2.SampleReply(number=r.number, seconds=r.seq_id) for r in even]
-            await context.write(sampler_pb2.SampleReplies(replies=replies[::-1]))
+            async with self.writing:
+                await context.write(sampler_pb2.SampleReplies(replies=replies[::-1]))
 
 
 class World:
