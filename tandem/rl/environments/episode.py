@@ -1,0 +1,109 @@
+"""An environment, and the rollout of one episode in it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Protocol
+
+from tandem.rl.environments.chat import Renderer
+from tandem.rl.rollouts import Example, Prompt, Rollout, Turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The environment's reply to an answer. Without an observation the episode is over. `fields`
+    are shown beside the rollout in the record."""
+
+    reward: float
+    observation: Prompt | None = None
+    fields: Mapping[str, object] = dataclasses.field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode. An environment with tools may also have `schemas`, which the chat template
+    shows to the model: a sequence of OpenAI's `{"type": "function", "function": {...}}`."""
+
+    async def reset(self, example: Example) -> Prompt:
+        """Return the first prompt."""
+        ...
+
+    async def step(self, answer: str) -> Step: ...
+
+
+class SampleFunction(Protocol):
+    """`Policy.sample`: it returns `n` turns whose `observation` is `prompt`."""
+
+    def __call__(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: Sequence[str] | Sequence[int] | None,
+    ) -> Awaitable[Sequence[Turn]]: ...
+
+
+async def rollout(
+    environment: Environment,
+    example: Example,
+    *,
+    sample: SampleFunction,
+    renderer: Renderer,
+    max_tokens: int,
+    max_turns: int = 32,
+    max_length: int | None = None,
+    temperature: float = 1.0,
+    seed: int | None = None,
+    stop: Sequence[str] | Sequence[int] | None = None,
+) -> Rollout:
+    """Run one episode, and return its turns with the sum of its rewards.
+
+    The prompt of a turn is the previous prompt, the sampled tokens, and the tokens of the new
+    observation. No token is rendered or tokenised again. `max_tokens` bounds an answer, and
+    `max_length` the tokens of the whole episode. The field `ended` is "done", "max_turns" or
+    "max_length"."""
+    schemas = getattr(environment, "schemas", ())
+    observation = renderer.start(await environment.reset(example), tools=schemas)
+    prompt: list[int] = []
+    turns: list[Turn] = []
+    fields: dict[str, object] = {}
+    reward, text, ended = 0.0, "", "max_turns"
+    while len(turns) < max_turns:
+        prompt += observation
+        room = max_tokens if max_length is None else min(max_tokens, max_length - len(prompt))
+        if room < 1:
+            ended = "max_length"
+            break
+        [answer] = await sample(
+            tuple(prompt),
+            n=1,
+            max_tokens=room,
+            temperature=temperature,
+            seed=_seed_of_turn(seed, len(turns)),
+            stop=stop,
+        )
+        turns.append(dataclasses.replace(answer, observation=tuple(observation)))
+        prompt += answer.tokens
+        text = renderer.text(answer)
+        step = await environment.step(text)
+        reward += step.reward
+        fields |= step.fields
+        if step.observation is None:
+            ended = "done"
+            break
+        observation = renderer.follow(answer, step.observation)
+    if not turns:
+        raise ValueError(
+            f"the first prompt has {len(prompt)} tokens and max_length is {max_length}: "
+            "no room is left for an answer"
+        )
+    fields |= {"turns": len(turns), "ended": ended}
+    return Rollout(turns=tuple(turns), reward=reward, text=text, fields=fields)
+
+
+def _seed_of_turn(seed: int | None, turn: int) -> int | None:
+    """Equal prompts of different turns get different samples."""
+    return None if seed is None else (seed + 1_000_003 * turn) % 2**31
