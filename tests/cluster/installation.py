@@ -88,10 +88,9 @@ class Installation:
 
     def nothing_left(self) -> None:
         """Delete the checkpoints of runs, and wait until all their other objects are gone."""
-        with self.service() as service:
-            client = service.create_rest_client()
-            for each in client.list_user_checkpoints().result().checkpoints:
-                client.delete_checkpoint_from_tinker_path(each.tinker_path).result()
+        client = tinker.RestClient(base_url=self.url, api_key=self.key)
+        for each in client.list_user_checkpoints().result().checkpoints:
+            client.delete_checkpoint_from_tinker_path(each.tinker_path).result()
         wait_until(lambda: not self.made(), what="no object is left", timeout=_SECONDS)
         wait_until(lambda: not self.files(), what="no file is left", timeout=_SECONDS)
         status = self.ask("api/tandem/v1/status")

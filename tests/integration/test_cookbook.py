@@ -8,6 +8,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import tinker
 from tinker import AdamParams, Datum, ServiceClient
 
 from tests.support.cookbook import run_recipe, saved_last
@@ -76,7 +77,9 @@ def test_the_math_rl_recipe_trains_with_its_default_loss(
     ended_well = [row["env/all/format"] for row in steps]
     assert sum(ended_well[-3:]) / 3 > ended_well[0] + 0.1
     saved = saved_last(tmp_path, "math_rl.train")
-    rest = service.create_rest_client()
+    rest = tinker.RestClient(
+        base_url=stack.stack.endpoint.url, api_key=stack.stack.endpoint.api_key
+    )
     run_id = saved["state_path"].removeprefix("tinker://").split("/")[0]
     listed = {entry.tinker_path for entry in rest.list_checkpoints(run_id).result().checkpoints}
     assert {saved["state_path"], saved["sampler_path"]} <= listed

@@ -24,7 +24,7 @@ BATCH = [
 
 
 def step(service: tinker.ServiceClient) -> float:
-    run = service.create_lora_training_client(TIED, rank=8)
+    run = service.create_lora_training_client(TIED, rank=8).result(timeout=SOON)
     batch = run.forward_backward(BATCH, "cross_entropy")
     run.optim_step(types.AdamParams(learning_rate=1e-3)).result(timeout=SOON)
     return batch.result(timeout=SOON).metrics["loss:sum"]

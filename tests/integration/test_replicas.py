@@ -85,7 +85,7 @@ def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, t
             wait_until(lambda: sum(each["state"] == "ready" for each in engines(stack)) == 2)
             assert answers(ask(newer)) == later, "also by the engine that was started again"
         wait_until(lambda: not engines(stack), what="both engines have ended with their session")
-        by_one = alone.create_sampling_client(model_path=path)
+        by_one = alone.create_sampling_client(model_path=path).result()
         assert answers(ask(by_one)) == undisturbed
         assert len(engines(stack)) == 1
 

@@ -95,10 +95,18 @@ def start_runs(service: ServiceClient, *models: str) -> dict[str, TrainingClient
 
 def rewind(training: TrainingClient) -> TrainingClient:
     """Return to the beginning, with a fresh optimizer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # deprecated, but still in the SDK
-        training.load_state(f"tinker://{training.model_id}/weights/{START}").result(timeout=60)
+    load_state(training, f"tinker://{training.model_id}/weights/{START}").result(timeout=60)
     return training
+
+
+def load_state(
+    training: TrainingClient, path: str, *, optimizer: bool = False, token: str | None = None
+) -> tinker.APIFuture[types.LoadWeightsResponse]:
+    """Load a state into this run. The SDK has deprecated its method, but not removed it."""
+    method = training.load_state_with_optimizer if optimizer else training.load_state
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return method(path, weights_access_token=token)
 
 
 def logprobs(training: TrainingClient, tokens: list[list[int]]) -> list[Floats]:

@@ -15,6 +15,7 @@ from gateway.identifiers import unknown_request
 from gateway.storage.tables import audit, checkpoints, operations, runs, sessions, usage
 from tests.support.gateway.access_world import API, Call, World
 from tests.support.gateway.running import KEY, make_model
+from tests.support.sdk import load_state
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_a_route_without_a_role_or_an_unstated_audit_cannot_be_registered():
 def test_another_owners_checkpoint_cannot_be_loaded_sampled_or_copied(world, ben, bens_run):
     unknown = "there is no checkpoint"
     with pytest.raises(tinker.RequestFailedError, match=f"unknown_weights: {unknown}"):
-        bens_run.load_state(world.state).result()
+        load_state(bens_run, world.state).result()
     with pytest.raises(tinker.NotFoundError, match=unknown):
         ben.create_training_client_from_state(world.state).result()
     with pytest.raises(tinker.NotFoundError, match=unknown):
@@ -77,7 +78,7 @@ def test_a_load_of_what_is_not_ones_own_fails_as_one_of_what_is_not_there(world,
     sentences = []
     for path in (world.state, world.state.replace(world.session, "s-000000000000")):
         with pytest.raises(tinker.RequestFailedError) as refused:
-            bens_run.load_state(path).result()
+            load_state(bens_run, path).result()
         sentences.append(str(refused.value).replace(path, "PATH"))
     strip = [text.split("request_id")[0] for text in sentences]
     assert strip[0] == strip[1]
@@ -90,7 +91,7 @@ def test_what_is_published_is_read_by_everybody_and_changed_by_its_owner_alone(
     own, foreign = rest(world, "member"), rest(world, "foreign")
     for path in (state, weights):
         own.publish_checkpoint_from_tinker_path(path).result()
-    bens_run.load_state(state).result()
+    load_state(bens_run, state).result()
     loaded = ben.create_training_client_from_state(state).result()
     sampler = ben.create_sampling_client(model_path=weights).result()
     copy = foreign.copy_weights(state, destination_project_id="p").result()
@@ -144,7 +145,7 @@ def test_a_published_checkpoint_shows_no_more_of_its_run_than_itself(world):
 
 def test_an_owner_lends_a_checkpoint_with_a_key_that_is_kept_nowhere(world, ben, bens_run):
     lent = world.new_key("ann", "reader")
-    bens_run.load_state(world.state, weights_access_token=lent).result()
+    load_state(bens_run, world.state, token=lent).result()
     ben.create_training_client_from_state(world.state, weights_access_token=lent).result()
     foreign = rest(world, "foreign")
     assert foreign.copy_weights(

@@ -130,7 +130,7 @@ def test_a_version_that_got_its_name_after_the_backup_stays(place):
     with running_gateway(place.folder, session_ttl=600) as gate, gate.service() as service:
         training = service.create_lora_training_client("tiny:full").result()
         step(training)
-        serving = training.save_weights_and_get_sampling_client()
+        serving = training.save_weights_and_get_sampling_client().result()
         assert serving.get_base_model()
         place.back_up()
         training.save_weights_for_sampler("named").result()

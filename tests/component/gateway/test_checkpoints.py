@@ -9,12 +9,10 @@ import tinker
 from tinker import types
 
 from tests.support.gateway.checkpoints import error_of, expire, listed, place, step
+from tests.support.sdk import load_state
 from tests.support.waiting import wait_until
 
 HOUR = 3600
-
-
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # deprecated methods, too
 
 
 def test_a_saved_state_is_listed_with_what_was_said_of_it(training, rest):
@@ -165,7 +163,7 @@ def test_what_a_trainer_loads_stays_until_it_has_loaded(gate, service, rest):
     step(training)
     _, trainer = gate.worker("trainer")
     gate.run(trainer.gate.clear)
-    loading = training.load_state(path)
+    loading = load_state(training, path)
     wait_until(lambda: states_in_use(gate))
     rest.delete_checkpoint_from_tinker_path(path).result()
     gate.run(gate.gateway.collect(training.model_id))
@@ -182,7 +180,7 @@ def test_a_load_that_never_ends_holds_its_files_no_longer_than_its_run(gate, res
         path = training.save_state("loading").result().path
         _, trainer = gate.worker("trainer")
         gate.run(trainer.gate.clear)
-        training.load_state(path)
+        load_state(training, path)
         wait_until(lambda: states_in_use(gate))
         rest.delete_checkpoint_from_tinker_path(path).result()
     wait_until(lambda: place(gate, training.model_id) == [])
@@ -194,9 +192,9 @@ def test_states_are_loaded_in_place_and_into_new_runs_of_other_sessions(gate, tr
     path = training.save_state("two").result().path
     step(training)
     _, trainer = gate.worker("trainer")
-    training.load_state(path).result()
+    load_state(training, path).result()
     assert (trainer.step, trainer.requests[-1].optimizer) == (2, False)
-    training.load_state_with_optimizer(path).result()
+    load_state(training, path, optimizer=True).result()
     assert trainer.requests[-1].optimizer is True
     with gate.service() as other:
         plain = other.create_training_client_from_state(path).result()
@@ -212,7 +210,7 @@ def test_a_trainer_does_not_load_what_is_for_sampling_or_download(service, train
     served = training.save_weights_for_sampler("served").result().path
     exported = training.save_weights_external("exported").result().path
     for path in (served, exported):
-        assert "save_state" in error_of(training.load_state(path))
+        assert "save_state" in error_of(load_state(training, path))
         with pytest.raises(tinker.NotFoundError, match="save_state"):
             service.create_training_client_from_state(path).result()
     with pytest.raises(tinker.NotFoundError, match="save_weights_for_sampler"):

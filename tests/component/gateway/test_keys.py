@@ -151,7 +151,7 @@ def test_the_sdk_raises_its_typed_errors_at_once(gate):
 def test_a_client_whose_key_is_revoked_while_it_works_is_told_at_once(gate):
     key, secret = gate.run(gate.gateway.keys.create(new()))
     service = tinker.ServiceClient(base_url=gate.url, api_key=secret)
-    sampler = service.create_sampling_client(base_model="tiny")
+    sampler = service.create_sampling_client(base_model="tiny").result()
     gate.run(gate.gateway.keys.revoke(key.id))
     before = answered(gate, 401)
     prompt = tinker.ModelInput.from_ints([1, 2])

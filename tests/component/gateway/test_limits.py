@@ -36,6 +36,10 @@ def limited(tmp_path, *, gap_timeout: float = 600, **limits):
         yield gate
 
 
+def rest(gate) -> tinker.RestClient:
+    return tinker.RestClient(base_url=gate.url, api_key=gate.settings.api_key)
+
+
 def create_session(client):
     return client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
 
@@ -134,7 +138,7 @@ def test_checkpoint_bytes_are_checked_before_a_save_and_freed_by_a_deletion(tmp_
             training.save_state("state").result()
         assert e.value.category is types.RequestErrorCategory.User
         assert [kind for kind, _ in trainer.applied] == ["publish", "publish"]
-        service.create_rest_client().delete_checkpoint_from_tinker_path(first.path).result()
+        rest(gate).delete_checkpoint_from_tinker_path(first.path).result()
         assert training.save_state("state").result().path.endswith("/weights/state")
         # Weights without a name are no checkpoint.
         assert training.save_weights_and_get_sampling_client().result()
@@ -145,9 +149,7 @@ def test_a_copy_counts_like_a_save(tmp_path):
         training = service.create_lora_training_client("tiny:full").result()
         saved = training.save_weights_for_sampler("one").result()
         with pytest.raises(tinker.PermissionDeniedError, match="checkpoint bytes is 50"):
-            service.create_rest_client().copy_weights(
-                saved.path, destination_project_id="here"
-            ).result()
+            rest(gate).copy_weights(saved.path, destination_project_id="here").result()
 
 
 def test_the_sdk_raises_a_limit_at_once_with_its_sentence(tmp_path):

@@ -18,6 +18,7 @@ from tandem.errors import CheckpointMismatch
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tests.support.gateway.checkpoints import error_of, step
 from tests.support.model_files import tensor_file
+from tests.support.sdk import load_state
 
 PATH = "tinker://s-1:train:0/weights/a"
 FULL = TrainingSpec()
@@ -56,17 +57,17 @@ def test_an_adapters_state_and_all_parameters_do_not_mix(service, lora, full):
     adapter = lora.save_state("adapter").result().path
     whole = full.save_state("whole").result().path
     assert "holds a LoRA adapter of rank 8 on attention and mlp" in error_of(
-        full.load_state(adapter)
+        load_state(full, adapter)
     )
-    assert "holds all parameters" in error_of(lora.load_state(whole))
+    assert "holds all parameters" in error_of(load_state(lora, whole))
     other = service.create_lora_training_client("tiny", rank=4).result()
     assert "trains one of rank 4 on attention, mlp and unembedding" in error_of(
-        other.load_state(adapter)
+        load_state(other, adapter)
     )
     with pytest.raises(tinker.BadRequestError, match="holds a LoRA adapter"):
         service.create_training_client_from_state(adapter, base_model="tiny:full").result()
-    lora.load_state(adapter).result()
-    full.load_state(whole).result()
+    load_state(lora, adapter).result()
+    load_state(full, whole).result()
 
 
 def test_an_exported_adapter_is_peft_files_alone(lora, rest):

@@ -253,7 +253,8 @@ def test_a_resumed_run_names_its_parent_and_continues_its_curves(gate, client):
             training.optim_step(types.AdamParams()).result()
         state = training.save_state("state").result().path
         log(client, first, *((step, {"reward": step}) for step in range(5)))
-        resumed = service.create_training_client_from_state_with_optimizer(state).model_id
+        continued = service.create_training_client_from_state_with_optimizer(state).result()
+        resumed = continued.model_id
         assert ok(client.get(f"{RUNS}/{resumed}"))["parent_run"] == first
         found = curves(client, resumed, "reward", lineage=True)["reward"]
         assert found["value"] == [0, 1, 2]  # until the state's optimizer step

@@ -13,7 +13,7 @@ import tinker
 from tinker import types
 
 from tests.support.files import tree
-from tests.support.sdk import supervised
+from tests.support.sdk import load_state, supervised
 
 
 def fetched(url: str) -> dict:
@@ -46,7 +46,7 @@ def test_a_trace_has_the_sessions_operations_samples_and_workers(gate, rest):
         prompt = types.ModelInput.from_ints([1, 2, 3])
         sampler.sample(prompt, 1, types.SamplingParams(max_tokens=3)).result()
         with pytest.raises(tinker.RequestFailedError):
-            training.load_state("tinker://s-0:train:0/weights/none").result()
+            load_state(training, "tinker://s-0:train:0/weights/none").result()
     url = rest.export_session_trace(session_id).result()
     trace = fetched(url)
     names = {
