@@ -56,6 +56,7 @@ _RETRY: dict[type[TandemError], str] = {
     errors.SessionFinished: "in a new session",
     errors.LimitExceeded: "after you made room",
     errors.GradientsIncomplete: "after the batches",
+    errors.StaleVersion: "after a save of newer weights",
     errors.NoGradients: "after a forward_backward",
     errors.NoRoom: "when others have ended",
     errors.RunStopped: "from its checkpoint, in a new run",
@@ -157,6 +158,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "raise it (`tandem owners set ann`); its state is tinker://s-ab12:train:0/weights/stopped-12",
     errors.DeadlineExceeded: "the run has reached its tandem.deadline; its state is "
     "tinker://s-ab12:train:0/weights/stopped-12",
+    errors.StaleVersion: "version 3 of s-ab12:train:0 is 4 steps behind its trainer, and "
+    "max_staleness is 2; save newer weights for sampling, or raise max_staleness",
     errors.SampleCancelled: "the sample was cancelled by its client",
     errors.SequenceGap: "operation 6 did not arrive within 60 s, so later operations cannot be "
     "carried out in order; send them again",

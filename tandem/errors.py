@@ -361,6 +361,12 @@ PLANNED_ENDS: tuple[type[TandemError], ...] = (RunStopped, BudgetExhausted, Dead
 """The errors of runs that ended by somebody's decision."""
 
 
+class StaleVersion(UserError):
+    """Weights or data are older than their bound. (Not 409: the SDK would repeat it.)"""
+
+    status = 412
+
+
 class SampleCancelled(UserError):
     """The client has cancelled the sample."""
 

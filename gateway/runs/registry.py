@@ -143,6 +143,8 @@ class RunRegistry:
         ended = await self._resumption.resume_run(run, row)
         last = (await self.tools.records.last_steps([run.id])).get(run.id)
         ago = time.time() - (last.at if last is not None else row["created_at"])
+        if last is not None:  # the trainer's snapshot may be older
+            run.step = max(run.step, last.step)
         run.deadline = run.options.deadline_at(row["created_at"])
         sampled = await self.tools.versions.find(run.newest)
         self._runs[run.id] = run

@@ -17,7 +17,7 @@ from gateway.owners.limits import Quotas, overloaded
 from gateway.owners.sessions.registry import Session, SessionRegistry
 from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.engine import SamplerEngine
-from gateway.sampling.sampler import SampleCall, Sampler, SamplerKey
+from gateway.sampling.sampler import Check, SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.model_sizes import read_ahead
@@ -351,10 +351,13 @@ class SamplerRouter:
         *,
         future: Future,
         request: sampler_pb2.SampleRequest,
+        check: Check,
         tell: Tell | None = None,
     ) -> None:
-        """Start a sample. `tell` receives its tokens as they are drawn. Raises `Overloaded` above a
-        bound, after which the SDK retries later, and `BudgetExhausted`."""
+        """Start a sample. `check` raises if a version may not answer it, now and when it is sent.
+        `tell` receives its tokens as they are drawn. Raises `Overloaded` above a bound, after which
+        the SDK retries later, and `BudgetExhausted`."""
+        check(request.version)
         self.limits.check_budget(future.owner)
         waiting = sampler.waiting_of[future.owner]
         if waiting >= MAX_WAITING_SAMPLES:
@@ -369,7 +372,7 @@ class SamplerRouter:
             future.owner, (self.limits.samples, 1), (self.limits.held, request.ByteSize())
         )
         future.on_end(lambda _outcome: reserved.close())
-        sample = SampleCall(future=future, request=request, tell=tell)
+        sample = SampleCall(future=future, request=request, check=check, tell=tell)
         sampler.queue_sample(sample)
         sampler.begin_sample(sample)
 

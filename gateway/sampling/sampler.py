@@ -45,6 +45,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import version_number
 
+Check = Callable[[common_pb2.WeightVersion], None]
 _Reply = TypeVar("_Reply")
 
 
@@ -72,10 +73,12 @@ class SamplerKey:
 
 @dataclass(eq=False)
 class SampleCall:
-    """An unfinished sample. `tell` receives tokens as they are drawn. The engine waits for it."""
+    """An unfinished sample. `check` raises if its version may no longer answer it. `tell` receives
+    tokens as they are drawn. The engine waits for it."""
 
     future: Future
     request: sampler_pb2.SampleRequest
+    check: Check
     tell: Tell | None = None
     told: bool = False
     number: int = 0
@@ -226,7 +229,12 @@ class Sampler:
             # Without a seed, the next engine would draw other tokens than those already sent.
             may_repeat=lambda: not sample.told,
         )
-        answer = self._send(drawing, lambda client: client.sample(request, tell))
+
+        def send(client: SamplerClient) -> Awaitable[sampler_pb2.SampleReply]:
+            sample.check(request.version)  # it, or its trainer, may have gone on
+            return client.sample(request, tell)
+
+        answer = self._send(drawing, send)
         reply = await self.meter.measure(
             request,
             answer,

@@ -31,6 +31,7 @@ from gateway.identifiers import (
 from gateway.owners.auth.identity import Readers
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import NewSession, SessionRegistry
+from gateway.sampling.bounds import Bounds
 from gateway.sampling.router import SamplerRouter
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
@@ -49,7 +50,8 @@ NEWEST_KEPT = 4
 @dataclass
 class SamplingSession:
     """`version` is the current version, `model_path` the client's path, if any. `rank` is its
-    adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests."""
+    adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests. See
+    `Bounds` for `min_version` and `max_staleness`."""
 
     id: str
     session_id: str
@@ -59,8 +61,14 @@ class SamplingSession:
     version: WeightVersion
     rank: int = 0
     clients: int = 0
+    min_version: int | None = None
+    max_staleness: int | None = None
     seq_ids: count[int] = field(default_factory=count)
     used_at: float = field(default_factory=time.monotonic)
+
+    @property
+    def bounds(self) -> Bounds:
+        return Bounds(self.min_version, self.max_staleness)
 
     @property
     def all_weights(self) -> bool:
@@ -197,6 +205,15 @@ class SamplingSessionRegistry:
                 each.version = newest
             self._update([s.id for s in inflight], version=newest.name)
         return session
+
+    async def bound(self, session: SamplingSession, bounds: Bounds) -> None:
+        """Set the bounds of a sampling session, also for its samples that wait."""
+        await self.database.write(
+            update(sampling_sessions)
+            .where(sampling_sessions.c.id == session.id)
+            .values(**vars(bounds))
+        )
+        session.min_version, session.max_staleness = bounds.min_version, bounds.max_staleness
 
     async def join(self, sampling_session_id: str) -> int:
         """Return a unique number for another client, even across restarts. The client numbers its

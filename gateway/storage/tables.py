@@ -242,6 +242,8 @@ sampling_sessions = Table(
     Column("version", String(205), nullable=False),  # for a base model: base/NAME
     Column("state", String(16), nullable=False),  # active, ended
     Column("clients", Integer, nullable=False, default=0),  # the number of clients so far
+    Column("min_version", BigInteger),  # bounds of the answering weights, see sampling/bounds.py
+    Column("max_staleness", BigInteger),
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sampling_sessions_by_session", "session_id", "state"),

@@ -39,6 +39,7 @@ from tandem.errors import (
     Overloaded,
     SequenceTooLong,
     SessionFinished,
+    StaleVersion,
     TandemError,
     Unauthenticated,
     UnknownModel,
@@ -76,7 +77,14 @@ _sampling_operation = partial(
     "POST",
     role="member",
     audit=None,
-    errors=(*_MODELS, SequenceTooLong, Overloaded, WorkerStartFailed, OperationTimedOut),
+    errors=(
+        *_MODELS,
+        StaleVersion,
+        SequenceTooLong,
+        Overloaded,
+        WorkerStartFailed,
+        OperationTimedOut,
+    ),
     bounds=TOKENS_BODY,
 )
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from gateway.api.bounds import BoundFields
 from gateway.api.errors import InvalidField
 from gateway.api.fields import Answer
 from gateway.api.request_body import FirstFault, Ints, Texts
@@ -70,7 +71,7 @@ class StructuredOutputs(BaseModel):
 ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")]
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(BoundFields):
     """The common request fields. `n` is the number of choices per prompt. After validation,
     `max_tokens` is None only without a limit."""
 

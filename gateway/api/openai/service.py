@@ -12,6 +12,7 @@ from pathlib import Path
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from gateway.api.bounds import check_may_bound, version_check
 from gateway.api.errors import InvalidField
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
@@ -21,7 +22,7 @@ from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of
 from gateway.owners.auth.identity import Caller
-from gateway.sampling.sampler import Sampler
+from gateway.sampling.sampler import Check, Sampler
 from gateway.sampling.sessions import ImplicitSessions, SamplingSession
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import Future, Outcome
@@ -69,6 +70,10 @@ class InferenceService:
         Raises a `TandemError`."""
         gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
+            asked, version = request.bounds, target.version
+            await check_may_bound(gateway, version, asked, owner=caller.owner)
+            check = version_check(gateway, asked)
+            check(version.to_proto())  # before the work of the prompts
             limits = await gateway.models.limits(target.model)
             async with self._preparation.turn(caller.owner):
                 sample_requests, builder = await asyncio.to_thread(
@@ -100,7 +105,12 @@ class InferenceService:
                 all_weights=session.all_weights,
             )
             generation = Generation(
-                gateway, session=session, sampler=sampler, owner=caller.owner, builder=builder
+                gateway,
+                session=session,
+                sampler=sampler,
+                owner=caller.owner,
+                builder=builder,
+                check=check,
             )
             try:
                 for sample_request in sample_requests:
@@ -151,6 +161,7 @@ class Generation:
         sampler: Sampler,
         owner: str,
         builder: ResponseBuilder,
+        check: Check,
         poll_interval: float = 2.0,
         max_unread: int = 64,
     ) -> None:
@@ -160,6 +171,7 @@ class Generation:
         self._owner = owner
         self._version = session.version  # a later request may change it
         self._builder = builder
+        self._check = check
         self._poll_interval = poll_interval
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._unread_slots = asyncio.Semaphore(max_unread)
@@ -195,7 +207,11 @@ class Generation:
                 self._events.put_nowait((prompt, response))
 
         self._gateway.samplers.submit(
-            sampler, future=future, request=request, tell=put_delta if stream else None
+            sampler,
+            future=future,
+            request=request,
+            check=self._check,
+            tell=put_delta if stream else None,
         )
         self._futures.append(future)
         self._unfinished += 1

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, Field
 from starlette.responses import Response
 
+from gateway.api.bounds import BoundFields, check_may_bound, version_check
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.request_body import TOKENS_BODY, BoundedRequest, FirstFault, Ints, Texts, parse
@@ -31,6 +32,7 @@ from tandem.errors import (
     SequenceTaken,
     SequenceTooLong,
     SessionFinished,
+    StaleVersion,
     StorageFull,
     TokenOutOfVocabulary,
     UnknownModel,
@@ -74,7 +76,7 @@ class TokenTensor(BaseModel):
     sparse_col_indices: Ints | None = None
 
 
-class Sample(BaseModel):
+class Sample(BoundFields):
     """A request for samples in a sampling session, or, in the protocol's oldest form, from a
     `base_model` or a `model_path`.
 
@@ -148,6 +150,7 @@ class SamplerInfo(Answer):
         SequenceTaken,
         UnknownModel,
         UnknownWeights,
+        StaleVersion,
         SequenceTooLong,
         TokenOutOfVocabulary,
         Overloaded,
@@ -192,6 +195,8 @@ async def asample(request: BoundedRequest) -> Response:
     else:
         if limits is not None:
             limits.check_request(message)
+        owner = gateway.sessions.require(session.session_id).owner
+        await check_may_bound(gateway, session.version, body.bounds, owner=owner)
         sampler = sampler_of(gateway, session)
         message.operation_id = request_id
         message.session_id = session.session_id
@@ -201,11 +206,12 @@ async def asample(request: BoundedRequest) -> Response:
         future = Future(
             request_id=request_id,
             source="sample",
-            owner=gateway.sessions.require(session.session_id).owner,
+            owner=owner,
             digest=digest,
             describe=lambda: sampler.describe_sample(request_id),
         )
-        gateway.samplers.submit(sampler, future=future, request=message)
+        check = version_check(gateway, body.bounds, session)
+        gateway.samplers.submit(sampler, future=future, request=message, check=check)
         gateway.futures.add(future)
         gateway.completions.watch(future)
     return model_response(

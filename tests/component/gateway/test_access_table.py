@@ -117,6 +117,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "add_model": ADMIN,
     "remove_model": (401, 403, 403, 403, 204),
     "scale_sampler": OWN_CHANGE,
+    "change_sampling_session": OWN_CHANGE,
     "drain_group": ADMIN,
     "undrain_group": ADMIN,
     "config": ADMIN,

@@ -12,7 +12,7 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.tables import metadata, released_folders, runs
+from gateway.storage.tables import metadata, released_folders, runs, sampling_sessions
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
@@ -109,20 +109,30 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
     await other.close()
 
 
+LOOP_TABLES: set[str] = set()
+LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness"}}
+RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
+RECORD_COLUMNS = {"runs": {"name", "tags", "config", "parent_run", "parent_step", "ending"}}
+
+
+def tables_without(tables, columns):
+    """The tables of an earlier schema: today's without these tables and columns."""
+    old = MetaData()
+    for table in metadata.sorted_tables:
+        if table.name not in tables:
+            copy = table.to_metadata(old)
+            for name in columns.get(table.name, ()):
+                copy._columns.remove(copy.c[name])
+    return old
+
+
+def tables_before_the_loop():
+    return tables_without(LOOP_TABLES, LOOP_COLUMNS)
+
+
 def tables_of_0_2():
     """The tables before the record of runs."""
-    old, new = (
-        MetaData(),
-        {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"},
-    )
-    added = {"name", "tags", "config", "parent_run", "parent_step", "ending"}
-    for table in metadata.sorted_tables:
-        if table.name not in new:
-            copy = table.to_metadata(old)
-            if table.name == "runs":
-                for name in added:
-                    copy._columns.remove(copy.c[name])
-    return old
+    return tables_without(LOOP_TABLES | RECORD_TABLES, LOOP_COLUMNS | RECORD_COLUMNS)
 
 
 async def test_a_database_of_0_2_gets_the_record_and_keeps_its_runs(tmp_path):
@@ -152,6 +162,36 @@ async def test_a_database_of_0_2_gets_the_record_and_keeps_its_runs(tmp_path):
     (found,) = await database.read(select(runs))
     assert (found["id"], found["user_metadata"]) == (RUN, {"name": "kept"})
     assert (found["name"], found["tags"], found["config"], found["parent_run"]) == (None,) * 4
+    await database.close()
+    await fresh.close()
+
+
+async def test_a_database_before_the_loop_keeps_its_sampling_sessions_without_bounds(tmp_path):
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+    fresh = await opened(tmp_path / "new")
+    database = Database(url=url_for(tmp_path / "old"), data_dir=tmp_path / "old")
+    old = tables_before_the_loop()
+    row = {
+        "id": "s-1:sample:0",
+        "session_id": "s-1",
+        "kind": "snapshot",
+        "base_model": "tiny",
+        "run_id": RUN,
+        "version": f"{RUN}/v000001-22222222",
+        "state": "active",
+        "created_at": 1.0,
+    }
+    with database._engine.begin() as connection:
+        old.create_all(connection)
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
+        connection.execute(text("INSERT INTO alembic_version VALUES ('0002_record')"))
+        connection.execute(insert(old.tables["sampling_sessions"]).values(row))
+    await database.open()
+    assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
+    (found,) = await database.read(select(sampling_sessions))
+    assert (found["id"], found["version"]) == (row["id"], row["version"])
+    assert (found["min_version"], found["max_staleness"]) == (None, None)
     await database.close()
     await fresh.close()
 

@@ -1,0 +1,50 @@
+"""Changes a sampling session."""
+
+from __future__ import annotations
+
+from gateway.api.bounds import BoundFields, check_may_bound
+from gateway.api.dependencies import AccessDep
+from gateway.api.fields import Answer, PathText
+from gateway.api.routing import Router
+from gateway.sampling.bounds import Bounds
+from tandem.errors import SessionFinished, StorageFailed, UnknownSampler
+
+router = Router("/api/tandem/v1", tag="Tandem")
+
+
+class SamplingSessionChange(BoundFields):
+    """A missing field stays as it is, and null clears it."""
+
+
+class SamplingSessionInfo(Answer):
+    sampling_session_id: str
+    base_model: str
+    weight_version: str
+    min_version: int | None
+    max_staleness: int | None
+
+
+@router.operation(
+    "PATCH",
+    "/sampling_sessions/{sampler_id}",
+    role="member",
+    audit="sampler_change",
+    errors=[UnknownSampler, SessionFinished, StorageFailed],
+    rules=["Only the weights of the caller's own runs can be bounded, and no base model."],
+)
+async def change_sampling_session(
+    sampler_id: PathText, body: SamplingSessionChange, access: AccessDep
+) -> SamplingSessionInfo:
+    """Bound the weights that may answer a sampling session, also its waiting samples. A sample
+    whose weights are older is refused with 412 `stale_version`, which the SDK does not repeat."""
+    session = await access.sampling_session(sampler_id)
+    given = {name: getattr(body, name) for name in body.model_fields_set}
+    bounds = Bounds(**vars(session.bounds) | given)
+    gateway = access.gateway
+    owner = gateway.sessions.require(session.session_id).owner
+    await check_may_bound(gateway, session.version, bounds, owner=owner)
+    await gateway.sampling.bound(session, bounds)
+    access.audit.note(session.id, **{name: str(value) for name, value in given.items()})
+    return SamplingSessionInfo.of(
+        session, sampling_session_id=session.id, weight_version=session.version.name
+    )
