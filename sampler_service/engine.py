@@ -126,6 +126,9 @@ class EngineRequest:
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     stop_strings: tuple[str, ...] = ()
@@ -173,7 +176,8 @@ class TopK:
 class SampledTokens:
     """One sample. `tokens` and `logprobs` are [n] and include the stop token.
 
-    Logprobs are those after temperature, top_k and top_p, or at temperature 1 for a greedy sample.
+    Logprobs are those after penalties, temperature and filters. A greedy sample's are after
+    penalties, at temperature 1.
     `stopped` is False at the length limit. `carried_at` lists the lengths at changes of weights."""
 
     tokens: Int32Array

@@ -31,6 +31,7 @@ from tandem.wire.v1 import tinker_pb2 as wire
 
 MIN_TEMPERATURE = 0.01
 """The smallest temperature except 0. Below it, logits overflow."""
+MAX_PENALTY = 2.0
 
 _DTYPES = {wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 
@@ -70,6 +71,9 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
         temperature=temperature,
         top_k=params.top_k if params.top_k > 0 else -1,
         top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         seed=params.seed if params.HasField("seed") else None,
         stop_token_ids=stop_token_ids,
         stop_strings=tuple(params.stop_strings),
@@ -82,7 +86,7 @@ def parse_request(message: sampler_pb2.SampleRequest, facts: EngineFacts) -> Par
 
 
 def _temperature(params: sampler_pb2.SamplingParams) -> float:
-    """Return the temperature, with a check of top_p and top_k too."""
+    """Return the temperature, with a check of filters and penalties too."""
     temperature = params.temperature
     if not math.isfinite(temperature) or temperature < 0:
         raise InvalidRequest(f"temperature is {temperature}; it must be a number of at least 0")
@@ -90,6 +94,12 @@ def _temperature(params: sampler_pb2.SamplingParams) -> float:
         raise InvalidRequest(f"top_p is {params.top_p}; it must be above 0 and at most 1")
     if params.top_k < -1:
         raise InvalidRequest(f"top_k is {params.top_k}; use -1 for all tokens, or at least 1")
+    if not 0 <= params.min_p <= 1:
+        raise InvalidRequest(f"min_p is {params.min_p}; it must be from 0 to 1")
+    for name in ("presence_penalty", "frequency_penalty"):
+        penalty = getattr(params, name)
+        if not -MAX_PENALTY <= penalty <= MAX_PENALTY:
+            raise InvalidRequest(f"{name} is {penalty}; it must be from -2 to 2")
     return max(temperature, MIN_TEMPERATURE) if temperature else 0.0
 
 

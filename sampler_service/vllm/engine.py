@@ -2,8 +2,8 @@
 
 Differences from vLLM's own behaviour:
 
-- Sampled logprobs are `processed_logprobs`: after temperature, top_k and top_p. Greedy requests are
-  not scaled, so theirs are at temperature 1.
+- Sampled logprobs are `processed_logprobs`: after grammar, penalties, temperature, min_p, top_k and
+  top_p. Greedy requests are neither scaled nor filtered, so theirs are at temperature 1.
 - `prompt_scoring.py` scores prompts at temperature 1. The prefix cache is read only up to the first
   scored token.
 - Samples of one prompt share its prefill, even of less than a block (`prefix_cache.py`).

@@ -32,6 +32,9 @@ def parameters_of(
         max_tokens=max(1, request.max_tokens),  # vLLM needs 1 or more: `pending.py` drops it
         top_k=request.top_k,
         top_p=request.top_p,
+        min_p=request.min_p,
+        presence_penalty=request.presence_penalty,
+        frequency_penalty=request.frequency_penalty,
         seed=_child_seed(request.seed or 0, index) if seeded else None,
         stop=list(request.stop_strings) or None,
         include_stop_str_in_output=True,

@@ -177,6 +177,9 @@ class SamplingParams(google.protobuf.message.Message):
     STOP_GIVEN_FIELD_NUMBER: builtins.int
     STOP_STRINGS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
     max_tokens: builtins.int
     """Absent: all that fit into the model's length."""
     seed: builtins.int
@@ -188,6 +191,11 @@ class SamplingParams(google.protobuf.message.Message):
     """False: the model's end tokens stop a sample. True: only the stops below do, even if there are
     none.
     """
+    min_p: builtins.float
+    """Leave out tokens less likely than this share of the likeliest one, before `top_k`."""
+    presence_penalty: builtins.float
+    """Subtracted from the logits of tokens that the sample holds already: once, and per occurrence."""
+    frequency_penalty: builtins.float
     @property
     def stop_strings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
@@ -203,9 +211,12 @@ class SamplingParams(google.protobuf.message.Message):
         stop_given: builtins.bool = ...,
         stop_strings: collections.abc.Iterable[builtins.str] | None = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        min_p: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "max_tokens", b"max_tokens", "seed", b"seed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "max_tokens", b"max_tokens", "seed", b"seed", "stop_given", b"stop_given", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_seed", b"_seed", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "seed", b"seed", "stop_given", b"stop_given", "stop_strings", b"stop_strings", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload

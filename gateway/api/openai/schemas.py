@@ -81,6 +81,9 @@ class SamplingFields(BoundFields):
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     temperature: float | None = Field(None, ge=0, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
     top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     n: int | None = Field(None, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
@@ -220,11 +223,8 @@ HARMLESS_FIELDS = frozenset(
 _EMPTY = ["", [], {}, False, 0]
 
 _UNSUPPORTED_FIELDS: Mapping[str, tuple[Sequence[object], str]] = {
-    "presence_penalty": ([0], "penalties are not offered; leave it out, or 0"),
-    "frequency_penalty": ([0], "penalties are not offered; leave it out, or 0"),
-    "repetition_penalty": ([1], "penalties are not offered; leave it out, or 1"),
+    "repetition_penalty": ([1], "it is not offered; use frequency_penalty or presence_penalty"),
     "length_penalty": ([1], "there is no beam search; leave it out"),
-    "min_p": ([0], "it is not offered; use top_p or top_k"),
     "min_tokens": ([0], "it is not offered; leave it out"),
     "logit_bias": (_EMPTY, "biases are not offered; leave it out"),
     "bad_words": (_EMPTY, "it is not offered; leave it out"),

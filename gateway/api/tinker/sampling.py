@@ -58,12 +58,17 @@ class Prompt(BaseModel):
 
 
 class Params(BaseModel):
+    """The SDK sends neither `min_p` nor penalties."""
+
     max_tokens: int | None = Field(None, ge=0, le=2**31 - 1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     stop: str | Texts | Ints | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(-1, ge=-1, le=2**31 - 1)
     top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
 
 
 class TokenTensor(BaseModel):

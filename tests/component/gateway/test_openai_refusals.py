@@ -48,11 +48,11 @@ def refusal(kind, call, *arguments, **changes):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("presence_penalty", 0.5),
-        ("frequency_penalty", -1),
+        ("presence_penalty", 2.5),
+        ("frequency_penalty", -3),
         ("repetition_penalty", 1.1),
         ("logit_bias", {"1": 5}),
-        ("min_p", 0.1),
+        ("min_p", 1.5),
         ("suffix", "end"),
         ("best_of", 3),
         ("use_beam_search", True),

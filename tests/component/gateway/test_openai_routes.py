@@ -68,14 +68,16 @@ def test_all_fields_reach_the_engine(gate, client):
         stop=["a", "b"],
         logprobs=4,
         user="me",
-        presence_penalty=0,
+        presence_penalty=-1.5,
+        frequency_penalty=2,
         logit_bias={},
-        extra_body={"top_k": 9, "stop_token_ids": [5], "min_p": 0.0},
+        extra_body={"top_k": 9, "stop_token_ids": [5], "min_p": 0.125},
     )
     request = engine.requests[-1]
     params = request.params
     assert np.frombuffer(request.prompt_tokens, "<i4").tolist() == ids("x")
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (7, 0.5, 0.25, 9)
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.125, -1.5, 2)
     assert (request.num_samples, params.seed, request.topk_sample_logprobs) == (2, -3, 4)
     assert (params.stop_given, list(params.stop_strings)) == (True, ["a", "b"])
     assert list(params.stop_token_ids) == [5, END], "stops are beside the end tokens"
@@ -86,6 +88,7 @@ def test_the_defaults_are_those_of_openai(gate, client):
     complete(client)
     params = engine.requests[-1].params
     assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1, 1, -1)
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0, 0, 0)
     assert not params.HasField("seed")
     chat(client)
     assert not engine.requests[-1].params.HasField("max_tokens"), "as many as fit"

@@ -86,6 +86,20 @@ def test_everything_that_a_client_can_ask_for_reaches_the_engine(gate, service):
     assert np.array_equal(np.frombuffer(tensor.dense, "<i8").reshape(2, 2), targets)
 
 
+def test_parameters_beyond_the_sdk_reach_the_engine_within_their_bounds(gate):
+    beyond = {"min_p": 0.125, "presence_penalty": -2, "frequency_penalty": 1.5}
+    with gate.http() as client:
+        sampler_id = new_sampler(gate)
+        params = {"max_tokens": 2, **beyond}
+        accepted = asample(client, sampler_id, sampling_params=params)
+        gate.retrieve(accepted.json()["request_id"])
+        for name, value in (("min_p", 1.5), ("presence_penalty", 2.5), ("frequency_penalty", -3)):
+            refused = asample(client, sampler_id, 1, sampling_params={"max_tokens": 2, name: value})
+            assert refused.status_code == 400 and name in refused.json()["error"]
+    sent = engine_of(gate, sampler_id).requests[-1].params
+    assert {name: getattr(sent, name) for name in beyond} == beyond
+
+
 def test_sparse_targets_keep_their_layout(gate):
     sampler_id = new_sampler(gate)
     tensor = {

@@ -11,6 +11,7 @@ import pytest
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.sampler_worker import (
+    CHARACTERS,
     PROMPT,
     SamplerClient,
     assert_computed_by,
@@ -91,6 +92,74 @@ def test_filters_renormalise_the_logprobs_of_what_they_leave(sampler: SamplerCli
         assert (logprobs[left:] == -99999).all()
 
 
+COUNTED = {"presence_penalty": 0.6, "frequency_penalty": 0.9}
+FILTERS = {"min_p": 0.3, "top_k": 20, "top_p": 0.9}
+
+
+def drawn_from(row: np.ndarray, sample: list[int], allowed: list[int], **params: float):
+    """Return the logprobs [vocabulary] that a token after `sample` is drawn from, by the definition
+    of each parameter. `row` [vocabulary] holds the model's logprobs."""
+    logits = np.full(len(row), -np.inf)
+    logits[allowed] = row[allowed]
+    counts = np.bincount(sample, minlength=len(row))
+    logits -= params.get("frequency_penalty", 0) * counts
+    logits -= params.get("presence_penalty", 0) * (counts > 0)
+    if params["temperature"]:
+        chances = np.exp((logits - logits.max()) / params["temperature"])
+        chances[chances < params.get("min_p", 0) * chances.max()] = 0
+        order = np.argsort(-chances)
+        chances[order[int(params.get("top_k", len(row))) :]] = 0
+        before = np.cumsum(chances[order] / chances.sum()) - chances[order] / chances.sum()
+        chances[order[before >= params.get("top_p", 1)]] = 0
+    else:
+        chances = np.exp(logits)
+    with np.errstate(divide="ignore"):
+        return np.log(chances / chances.sum())
+
+
+@pytest.mark.parametrize("letters", ["", "abcdef"])
+def test_logprobs_are_of_the_distribution_after_penalties_and_filters(
+    sampler: SamplerClient, model: Path, letters: str
+):
+    length = 24
+    allowed = [3 + CHARACTERS.index(c) for c in letters] or list(range(VOCABULARY))
+    form = sampler_pb2.StructuredOutput(regex=f"[{letters}]{{40}}") if letters else None
+    settings = [
+        {"temperature": 1.0, "min_p": 0.3},
+        {"temperature": 0.7, **COUNTED},
+        {"temperature": 1.3, **COUNTED, **FILTERS},
+        {"temperature": 1.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"temperature": 0.0, **COUNTED, **FILTERS},
+    ]
+    answers = sampler.sample_all(
+        [
+            sampler.request(
+                PROMPT,
+                seed=6,
+                max_tokens=length,
+                stop=[],
+                topk=VOCABULARY,
+                structured=form,
+                **params,
+            )
+            for params in settings
+        ]
+    )
+    for params, answer in zip(settings, answers, strict=True):
+        (sample,) = answer.samples
+        assert sample.topk is not None
+        ids = np.frombuffer(sample.topk.token_ids, "<i4").reshape(length, VOCABULARY)
+        values = np.frombuffer(sample.topk.logprobs, "<f4").reshape(length, VOCABULARY)
+        rows = plain_distribution(model, PROMPT + sample.tokens)[len(PROMPT) - 1 :]
+        for i, (token, row) in enumerate(zip(sample.tokens, rows, strict=True)):
+            expected = drawn_from(row, sample.tokens[:i], allowed, **params)
+            assert abs(expected[token] - sample.logprobs[i]) < 1e-4, params
+            kept = values[i] > -99999
+            assert kept.sum() == np.isfinite(expected).sum(), params
+            assert np.abs(values[i, kept] - expected[ids[i, kept]]).max() < 1e-4
+            assert params["temperature"] or token == expected.argmax()
+
+
 def test_greedy_takes_the_likeliest_token_with_its_logprob_at_temperature_one(
     sampler: SamplerClient, model: Path
 ):
@@ -151,6 +220,9 @@ def test_answers_do_not_depend_on_how_requests_are_batched(sampler: SamplerClien
             temperature=choose.choice([1.0, 1.0, 0.7, 0.0]),
             top_k=choose.choice([-1, -1, 5]),
             top_p=choose.choice([1.0, 1.0, 0.9]),
+            min_p=choose.choice([0.0, 0.0, 0.2]),
+            presence_penalty=choose.choice([0.0, 0.0, 1.5]),
+            frequency_penalty=choose.choice([0.0, 0.0, 0.5]),
             topk=choose.choice([0, 0, 3]),
             prompt_logprobs=choose.random() < 0.3,
         )

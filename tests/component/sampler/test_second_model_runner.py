@@ -30,6 +30,7 @@ INTERPRETED = Path(__file__).parents[2] / "support" / "interpreted_triton"
 REPEATED = [
     test_samples.test_sampled_logprobs_equal_a_plain_forward,
     test_samples.test_filters_renormalise_the_logprobs_of_what_they_leave,
+    test_samples.test_logprobs_are_of_the_distribution_after_penalties_and_filters,
     test_samples.test_topk_lists_the_likeliest_and_leaves_cells_of_excluded_tokens_empty,
     test_samples.test_a_sample_depends_on_seed_and_index_alone_not_on_how_many_there_are,
     test_samples.test_without_a_seed_samples_differ,
