@@ -1,6 +1,7 @@
 """Writes a tiny base model from a seed: `python -m tandem.demo.tiny_model DIRECTORY [SEED]`.
 
-It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer. It needs no torch.
+It is a Qwen3 model in the Hugging Face layout, with a character-level tokenizer. `--tokenizer qwen`
+gives it a tokenizer with Qwen's special tokens and a chat template with tools. It needs no torch.
 numpy draws the weights, so a seed gives the same bytes on every machine."""
 
 from __future__ import annotations
@@ -9,8 +10,12 @@ import argparse
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+
+from tandem.demo.qwen_tokenizer import END, write_qwen_tokenizer
+from tandem.demo.qwen_tokenizer import PAD as QWEN_PAD
 
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
@@ -29,18 +34,34 @@ class TinyShape:
     tied: bool = True
 
 
-def write_tiny_model(path: Path, *, seed: int, shape: TinyShape | None = None) -> None:
+QWEN_SHAPE = TinyShape(layers=2, ffn=256, vocabulary=2048, max_length=32768)
+"""The default for `tokenizer="qwen"`: long enough for published recipes and agents."""
+
+
+def write_tiny_model(
+    path: Path,
+    *,
+    seed: int,
+    shape: TinyShape | None = None,
+    tokenizer: Literal["characters", "qwen"] = "characters",
+) -> None:
     """Write config, tokenizer and `model.safetensors` (float32) into `path`."""
-    shape = shape or TinyShape()
-    write_layout(path, shape)
+    shape = shape or (TinyShape() if tokenizer == "characters" else QWEN_SHAPE)
+    write_layout(path, shape, tokenizer=tokenizer)
     _write_weights(path, shape, seed)
 
 
-def write_layout(path: Path, shape: TinyShape) -> None:
+def write_layout(
+    path: Path, shape: TinyShape, *, tokenizer: Literal["characters", "qwen"] = "characters"
+) -> None:
     """Write config and tokenizer only. See `tensor_shapes` for the weights."""
     path.mkdir(parents=True, exist_ok=True)
-    _write_tokenizer(path, shape)
-    _write_config(path, shape)
+    if tokenizer == "characters":
+        _write_tokenizer(path, shape)
+        _write_config(path, shape, pad=0, ends=[1])
+    else:
+        ids = write_qwen_tokenizer(path, vocabulary=shape.vocabulary, max_length=shape.max_length)
+        _write_config(path, shape, pad=ids[QWEN_PAD], ends=[ids[END], ids[QWEN_PAD]])
 
 
 def characters() -> list[str]:
@@ -73,7 +94,7 @@ def _write_tokenizer(path: Path, shape: TinyShape) -> None:
     )
 
 
-def _write_config(path: Path, shape: TinyShape) -> None:
+def _write_config(path: Path, shape: TinyShape, *, pad: int, ends: list[int]) -> None:
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -96,11 +117,12 @@ def _write_config(path: Path, shape: TinyShape) -> None:
         "initializer_range": 0.02,
         "tie_word_embeddings": shape.tied,
         "torch_dtype": "float32",
-        "pad_token_id": 0,
-        "eos_token_id": 1,
+        "pad_token_id": pad,
+        "eos_token_id": ends[0],
     }
     (path / "config.json").write_text(json.dumps(config, indent=1))
-    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "pad_token_id": 0}))
+    generation = {"eos_token_id": ends if len(ends) > 1 else ends[0], "pad_token_id": pad}
+    (path / "generation_config.json").write_text(json.dumps(generation))
 
 
 def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
@@ -146,5 +168,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Write a tiny base model, from a seed.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--tokenizer", choices=["characters", "qwen"], default="characters")
     asked = parser.parse_args()
-    write_tiny_model(asked.directory, seed=asked.seed)
+    write_tiny_model(asked.directory, seed=asked.seed, tokenizer=asked.tokenizer)
