@@ -11,5 +11,16 @@ is one sequence of tokens: each prompt continues the one before."""
 
 from tandem.rl.environments.chat import Renderer
 from tandem.rl.environments.episode import Environment, SampleFunction, Step, rollout
+from tandem.rl.environments.tools import Tool, ToolEnvironment, make_tool, parse_tool_calls
 
-__all__ = ["Environment", "Renderer", "SampleFunction", "Step", "rollout"]
+__all__ = [
+    "Environment",
+    "Renderer",
+    "SampleFunction",
+    "Step",
+    "Tool",
+    "ToolEnvironment",
+    "make_tool",
+    "parse_tool_calls",
+    "rollout",
+]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem.rl.environments import Renderer, Step, rollout
-from tandem.rl.rollouts import Example, Turn
+from tandem.rl.rollouts import Example
 from tests.support.chat_tokenizers import ENDS, chat_tokenizer
+from tests.support.scripted_policy import ScriptedPolicy, turn
 
 EXTENDING = [name for name in ENDS if name not in ("thinking", "channels")]
 WORDS = ["the", "a", "12", "\n\n", "ü", "€", " ", "x = 3;", "{}", "end\n", "<", "|", "im_end"]
@@ -31,34 +32,6 @@ class Script:
         left = len(self.seen) <= len(self.observations)
         observation = self.observations[len(self.seen) - 1] if left else None
         return Step(1.0, observation, {"last": len(self.seen)})
-
-
-class Policy:
-    """Answers with given tokens, and keeps the prompts."""
-
-    def __init__(self, answers: list[Turn]) -> None:
-        self.answers = answers
-        self.prompts: list[tuple[int, ...]] = []
-        self.seeds: list[int | None] = []
-        self.rooms: list[int] = []
-
-    async def sample(self, prompt, *, n, max_tokens, temperature, seed, stop):
-        assert n == 1
-        self.prompts.append(tuple(prompt))
-        self.seeds.append(seed)
-        self.rooms.append(max_tokens)
-        return [self.answers[len(self.prompts) - 1]]
-
-
-def turn(tokens, stop_reason="stop") -> Turn:
-    tokens = tuple(tokens)
-    return Turn(
-        observation=(),
-        tokens=tokens,
-        logprobs=(-1.0,) * len(tokens),
-        steps=(0,) * len(tokens),
-        stop_reason=stop_reason,
-    )
 
 
 def random_text(rng: random.Random) -> str:
@@ -91,7 +64,7 @@ async def test_over_200_random_dialogues_each_prompt_continues_the_previous_toke
             tokens = [rng.randrange(len(tokenizer)) for _ in range(rng.randint(1, 12))]
             cut = rng.random() < 0.3
             answers.append(turn(tokens if cut else tokens + end, "length" if cut else "stop"))
-        policy, environment = Policy(answers), Script(start, observations)
+        policy, environment = ScriptedPolicy(answers), Script(start, observations)
 
         found = await rollout(
             environment,
@@ -135,7 +108,7 @@ async def test_over_200_random_dialogues_the_text_is_the_templates():
             tokens = tokenizer.encode(text if cut else text + end, add_special_tokens=False)
             answers.append(turn(tokens, "length" if cut else "stop"))
             messages += [{"role": "assistant", "content": text}, *(observation or [])]
-        policy, environment = Policy(answers), Script(start, observations)
+        policy, environment = ScriptedPolicy(answers), Script(start, observations)
 
         await rollout(
             environment, Example(""), sample=policy.sample, renderer=renderer, max_tokens=64
@@ -150,7 +123,7 @@ async def test_a_template_that_rewrites_history_keeps_the_sampled_thinking():
     tokenizer = chat_tokenizer("thinking")
     renderer = Renderer(tokenizer)
     thought = tokenizer.encode("<think>\nhm\n</think>\n\nyes<|im_end|>")
-    policy = Policy([turn(thought), turn(thought)])
+    policy = ScriptedPolicy([turn(thought), turn(thought)])
     environment = Script(
         [{"role": "user", "content": "Q"}], [[{"role": "user", "content": "Sure?"}]]
     )
@@ -184,6 +157,10 @@ def test_an_answer_that_was_cut_is_closed_by_the_template():
     whole = Renderer(tokenizer).follow(turn(tokenizer.encode("x<|im_end|>")), reply)
     assert cut == tokenizer.encode("<|im_end|>") + whole
 
+    tokenizer = chat_tokenizer("plain")
+    cut = Renderer(tokenizer).follow(turn(tokenizer.encode("x\n"), "length"), reply)
+    assert tokenizer.decode(cut) == "\nuser: ?\nassistant: "
+
 
 def test_another_end_token_stands_for_the_templates():
     tokenizer = chat_tokenizer("channels")
@@ -208,7 +185,7 @@ def test_options_and_tools_reach_the_template():
 
 async def test_text_and_ids_are_added_as_they_are():
     tokenizer = chat_tokenizer("chatml")
-    policy = Policy([turn([7]), turn([8]), turn([9])])
+    policy = ScriptedPolicy([turn([7]), turn([8]), turn([9])])
     await rollout(
         Script("2+", ["3=", [5, 6]]),
         Example(""),
@@ -225,7 +202,7 @@ async def test_an_episode_ends_at_its_bounds():
     tokenizer = chat_tokenizer("chatml")
 
     async def ended(**bounds):
-        policy = Policy([turn([7] * 4, "length")] * 9)
+        policy = ScriptedPolicy([turn([7] * 4, "length")] * 9)
         found = await rollout(
             Script([1] * 10, [[2] * 3] * 8),
             Example(""),
@@ -250,7 +227,7 @@ async def test_each_turn_has_a_seed_of_its_own_and_an_episode_repeats():
     tokenizer = chat_tokenizer("chatml")
     seeds = []
     for _ in range(2):
-        policy = Policy([turn([7])] * 3)
+        policy = ScriptedPolicy([turn([7])] * 3)
         await rollout(
             Script([1], [[2], [3]]),
             Example(""),
