@@ -1,7 +1,9 @@
-"""Client-side library for training loops: advantages, selection and schedules in numpy.
+"""Client library for reinforcement learning on the public `tinker` SDK. docs/loop.md says how.
 
-It knows no server. Its results go into `tinker.types.Datum`. To add an estimator, write a function
-with its formula and paper in `advantages`, and list it in `ALGORITHMS`."""
+`train` is the loop, and docs/design/loop.md explains its parts. The functions for advantages,
+selection and schedules know no server, and their results go into `tinker.types.Datum`. To add an
+estimator, write a function with its formula and paper in `advantages`, and list it in
+`ALGORITHMS`."""
 
 from tandem.rl.advantages import (
     ALGORITHMS,
@@ -13,13 +15,23 @@ from tandem.rl.advantages import (
     reward,
     rloo,
 )
+from tandem.rl.config import RLConfig
+from tandem.rl.evaluation import Evaluation
+from tandem.rl.loop import train, train_async
+from tandem.rl.policy import resumable
+from tandem.rl.report import Result
 from tandem.rl.returns import gae, reinforce_plus_plus, returns_to_go, whitened
+from tandem.rl.rollouts import Example
 from tandem.rl.schedule import linear_decay
 from tandem.rl.selection import dynamic_sampling, overlong_mask, soft_overlong
 from tandem.rl.staleness import staleness
 
 __all__ = [
     "ALGORITHMS",
+    "Evaluation",
+    "Example",
+    "RLConfig",
+    "Result",
     "advantages",
     "batch_std",
     "dr_grpo",
@@ -30,10 +42,13 @@ __all__ = [
     "maxrl",
     "overlong_mask",
     "reinforce_plus_plus",
+    "resumable",
     "returns_to_go",
     "reward",
     "rloo",
     "soft_overlong",
     "staleness",
+    "train",
+    "train_async",
     "whitened",
 ]

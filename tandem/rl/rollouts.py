@@ -26,13 +26,14 @@ class Turn:
     """One answer of the policy. `observation` are the token ids before it that the policy did not
     sample: the prompt, or an environment's reply. `tokens`, `logprobs` and `steps` have one entry
     for each sampled token. `steps` are the optimizer steps of the weights behind each token.
-    `stop_reason` is "stop" or "length"."""
+    `stop_reason` is "stop" or "length". `sequence_id` is the server's name of the sample."""
 
     observation: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
     steps: Sequence[int]
     stop_reason: str = "stop"
+    sequence_id: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,6 +71,9 @@ class Renderer:
             tokens.pop()
         return self._tokenizer.decode(tokens)
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(tokens))
+
     @cached_property
     def rewrites_history(self) -> bool:
         """Whether the template changes earlier turns. Then the tokens of an episode differ from

@@ -1,0 +1,202 @@
+"""From an example to its group: sample rollouts, score them, and leave out the failed ones."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, Self, TypeAlias, TypeGuard, TypeVar
+
+from tandem.errors import describe
+from tandem.rl.concurrency import Concurrency
+from tandem.rl.config import RLConfig
+from tandem.rl.environments import Environment, Renderer, rollout
+from tandem.rl.policy import Sampler, Stop
+from tandem.rl.rewards import Reward, RewardFailed, Scorer
+from tandem.rl.rollouts import Example, Group, Rollout, Turn
+
+Result = TypeVar("Result")
+
+MakeEnvironment: TypeAlias = Callable[[], Environment]
+"""An environment's class, or a function without arguments. Each episode has its own object."""
+
+
+def makes_environments(thing: Reward | MakeEnvironment) -> TypeGuard[MakeEnvironment]:
+    """Whether it is called without arguments. A reward has two: the example and the answer."""
+    if hasattr(thing, "reset"):
+        return True
+    needed = [
+        parameter
+        for parameter in inspect.signature(thing).parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+    return not needed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How to sample an example: `count` rollouts, each within `timeout` seconds."""
+
+    count: int
+    max_tokens: int
+    temperature: float
+    stop: Stop
+    seed: int
+    timeout: float
+
+    @classmethod
+    def of_config(cls, config: RLConfig) -> Self:
+        return cls(
+            count=config.group_size,
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            stop=config.stop,
+            seed=config.seed,
+            timeout=config.rollout_timeout,
+        )
+
+
+class Collector:
+    """Samples and scores the rollouts of examples, with a reward or with environments.
+
+    A failed rollout is absent from its group, and counted in `dropped` by reason: "timeout",
+    "sample", "environment" or "reward". `last_failure` is a sentence about the newest one."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        *,
+        rewards: Scorer | MakeEnvironment,
+        renderer: Renderer,
+        concurrency: Concurrency,
+    ) -> None:
+        self.dropped: Counter[str] = Counter()
+        self.last_failure = ""
+        self._sampling = sampling
+        self._rewards = rewards
+        self._renderer = renderer
+        self._concurrency = concurrency
+
+    def with_sampling(self, sampling: Sampling, concurrency: Concurrency) -> Collector:
+        """Return another collector with the same rewards or environments."""
+        return Collector(
+            sampling, rewards=self._rewards, renderer=self._renderer, concurrency=concurrency
+        )
+
+    async def group(self, number: int, example: Example, attempt: int, sampler: Sampler) -> Group:
+        """Sample and score `example`. The samples depend on the weights, the number and the
+        attempt alone."""
+        seeds = (self._sampling.seed, number, attempt)
+        if callable(self._rewards):
+            found = await self._episodes(self._rewards, example, seeds, sampler)
+        else:
+            found = await self._answers(self._rewards, example, seeds, sampler)
+        rollouts = [each for each in found if each is not None]
+        return Group(number=number, example=example, rollouts=rollouts)
+
+    async def _answers(
+        self, scorer: Scorer, example: Example, seeds: tuple[int, ...], sampler: Sampler
+    ) -> Sequence[Rollout | None]:
+        sampling = self._sampling
+
+        async def sample() -> list[Turn]:
+            clock = asyncio.get_running_loop().time
+            started = clock()
+            turns = await sampler.sample(
+                self._renderer.start(example.prompt),
+                n=sampling.count,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=sample_seed(*seeds),
+                stop=sampling.stop,
+            )
+            longest = max((len(turn.tokens) for turn in turns), default=0)
+            self._concurrency.note_latency(clock() - started, longest)
+            return turns
+
+        async def scored(turn: Turn) -> Rollout | None:
+            text = self._renderer.text(turn)
+            reward = await scorer.score(example, text)
+            if reward is None:
+                self._drop("reward", 1, "a reward failed")
+                return None
+            return Rollout(turns=[turn], reward=reward, text=text)
+
+        turns = await self._attempted(sample(), sampling.count, "sample")
+        return await all_of([scored(turn) for turn in turns or ()])
+
+    async def _episodes(
+        self,
+        make: MakeEnvironment,
+        example: Example,
+        seeds: tuple[int, ...],
+        sampler: Sampler,
+    ) -> Sequence[Rollout | None]:
+        sampling = self._sampling
+
+        async def episode(index: int) -> Rollout:
+            return await rollout(
+                make(),
+                example,
+                sample=sampler.sample,
+                renderer=self._renderer,
+                max_tokens=sampling.max_tokens,
+                temperature=sampling.temperature,
+                seed=sample_seed(*seeds, index),
+                stop=sampling.stop,
+            )
+
+        return await all_of(
+            [self._attempted(episode(index), 1, "environment") for index in range(sampling.count)]
+        )
+
+    async def _attempted(
+        self, wait: Coroutine[Any, Any, Result], count: int, reason: str
+    ) -> Result | None:
+        """Await `count` rollouts in their turn and within their time. Returns None for failed
+        ones."""
+        try:
+            async with self._concurrency.rollouts(count):
+                async with asyncio.timeout(self._sampling.timeout):
+                    return await wait
+        except RewardFailed:
+            raise
+        except TimeoutError:
+            late = f"a rollout took longer than {self._sampling.timeout:g} s (rollout_timeout)"
+            self._drop("timeout", count, late)
+        except Exception as error:  # noqa: BLE001 - it costs only these rollouts
+            self._drop(reason, count, describe(error, typed=True))
+        finally:
+            wait.close()
+        return None
+
+    def _drop(self, reason: str, count: int, sentence: str) -> None:
+        self.dropped[reason] += count
+        self.last_failure = sentence
+
+
+def sample_seed(*numbers: int) -> int:
+    """Return a seed, 0 to 2³¹ - 1, that depends on all numbers."""
+    text = ":".join(map(str, numbers)).encode()
+    return int.from_bytes(blake2b(text, digest_size=4).digest()) >> 1
+
+
+async def all_of(waits: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Await all together. The first error cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(wait) for wait in waits]
+    except BaseExceptionGroup as errors:
+        raise first_error(errors) from None
+    return [task.result() for task in started]
+
+
+def first_error(error: BaseException) -> BaseException:
+    """Return the first single error of nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

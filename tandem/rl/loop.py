@@ -1,0 +1,329 @@
+"""The loop: sample, score, train, publish, repeat.
+
+`_Loop.run` is the whole of it. The producer samples ahead in a bounded number of places, so that a
+synchronous and an asynchronous loop differ in this number and in one wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeVar, cast
+
+from tandem.rl.collector import (
+    Collector,
+    MakeEnvironment,
+    Sampling,
+    first_error,
+    makes_environments,
+)
+from tandem.rl.concurrency import Concurrency
+from tandem.rl.config import RLConfig
+from tandem.rl.environments import Renderer
+from tandem.rl.evaluation import Evaluation, Evaluations, Score
+from tandem.rl.objectives import Objective, Reference, objective
+from tandem.rl.policy import Policy, TinkerPolicy, Training, open_policy
+from tandem.rl.producer import ExampleOrder, Producer
+from tandem.rl.report import Result, StepReport, Tracked, report_of, rows_of
+from tandem.rl.rewards import Reward, RewardPool
+from tandem.rl.rollouts import Example, Group
+from tandem.rl.state import LoopState
+
+Value = TypeVar("Value")
+
+_REFILLS = 10
+"""How many batches a step may sample for groups with a signal. Then it takes the others, too."""
+
+
+def train(
+    training: Training,
+    dataset: Sequence[Example],
+    reward_or_environment: Reward | MakeEnvironment,
+    config: RLConfig,
+    *,
+    tokenizer: Any = None,
+    evaluation: Evaluation | None = None,
+    tracked: Tracked | Literal[False] | None = None,
+    reference: Reference | None = None,
+) -> Result:
+    """Train a policy with rewards of its own rollouts. docs/loop.md has examples.
+
+    `training` is a training client, or a function that makes one from a saved state's path, such as
+    `resumable(service, model)`. Only with a function does a loop continue from `config.out`.
+    `reward_or_environment` is a function of an example and an answer, or an environment's class.
+    The tokenizer is by default the client's. Without `tracked`, a Tandem gateway records the run;
+    False records nothing. Ctrl-C ends all rollouts."""
+    return asyncio.run(
+        train_async(
+            training,
+            dataset,
+            reward_or_environment,
+            config,
+            tokenizer=tokenizer,
+            evaluation=evaluation,
+            tracked=tracked,
+            reference=reference,
+        )
+    )
+
+
+async def train_async(
+    training: Training,
+    dataset: Sequence[Example],
+    reward_or_environment: Reward | MakeEnvironment,
+    config: RLConfig,
+    *,
+    tokenizer: Any = None,
+    evaluation: Evaluation | None = None,
+    tracked: Tracked | Literal[False] | None = None,
+    reference: Reference | None = None,
+) -> Result:
+    """Do as `train`, in the running event loop."""
+    if config.save_every and config.out is None:
+        raise ValueError("save_every needs `out`, a folder for the state of the loop")
+    chosen = objective(
+        config.objective,
+        max_tokens=config.max_tokens,
+        kl_coefficient=config.kl_coefficient,
+        **config.objective_options,
+    )
+    order = ExampleOrder(dataset, seed=config.seed, shuffle=config.shuffle)
+    state = LoopState.read(config.out, seed=config.seed, examples=len(dataset))
+    policy = await open_policy(
+        training, path=state.path, step=state.policy_step, in_flight=config.in_flight
+    )
+    async with AsyncExitStack() as stack:
+        rewards: RewardPool | MakeEnvironment
+        if makes_environments(reward_or_environment):
+            rewards = reward_or_environment
+        else:
+            pool = RewardPool(
+                cast("Reward", reward_or_environment),
+                processes=config.reward_processes,
+                timeout=config.reward_timeout,
+                failure=config.reward_failure,
+            )
+            rewards = await stack.enter_async_context(pool)
+        if tokenizer is None and isinstance(policy, TinkerPolicy):
+            tokenizer = await asyncio.to_thread(policy.training.get_tokenizer)
+        if tracked is None and isinstance(policy, TinkerPolicy):
+            run = await policy.track(name=config.name, tags=config.tags, config=config.to_record())
+            if run is not None:
+                tracked = run
+                stack.push_async_callback(asyncio.to_thread, run.finish)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                loop = _Loop(
+                    policy,
+                    config,
+                    tasks=tasks,
+                    order=order,
+                    state=state,
+                    objective=chosen,
+                    rewards=rewards,
+                    renderer=Renderer(tokenizer),
+                    evaluation=evaluation,
+                    tracked=tracked or None,
+                    reference=reference,
+                )
+                return await loop.run()
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+
+
+class _Loop:
+    def __init__(
+        self,
+        policy: Policy,
+        config: RLConfig,
+        *,
+        tasks: asyncio.TaskGroup,
+        order: ExampleOrder,
+        state: LoopState,
+        objective: Objective,
+        rewards: RewardPool | MakeEnvironment,
+        renderer: Renderer,
+        evaluation: Evaluation | None,
+        tracked: Tracked | None,
+        reference: Reference | None,
+    ) -> None:
+        self._policy, self._config, self._state, self._tasks = policy, config, state, tasks
+        self._objective, self._reference = objective, reference
+        self._tracked, self._renderer = tracked, renderer
+        self._concurrency = Concurrency(config.max_concurrency)
+        self._collector = Collector(
+            Sampling.of_config(config),
+            rewards=rewards,
+            renderer=renderer,
+            concurrency=self._concurrency,
+        )
+        self._producer = Producer(
+            order,
+            partial(self._collector.group, sampler=policy),
+            tasks=tasks,
+            places=(config.off_by + 1) * config.groups_per_step,
+            needed=min(config.group_size, 2),
+            cursor=state.cursor,
+            under_way=state.under_way,
+            describe_failure=lambda: self._collector.last_failure,
+        )
+        self._evaluations: Evaluations | None = None
+        if evaluation is not None:
+            self._evaluations = Evaluations(
+                evaluation, self._collector, config=config, tasks=tasks, note=self._note_score
+            )
+        self._failed_rewards = rewards.failures if isinstance(rewards, RewardPool) else {}
+        self._dropped_before = Counter(state.dropped)
+        self._step, self._trained_at = state.step, state.policy_step
+        self._reports: list[StepReport] = []
+        self._scores: list[Score] = []
+        self._seconds: dict[str, float] = {}
+
+    async def run(self) -> Result:
+        config, producer = self._config, self._producer
+        following = self._tasks.create_task(self._concurrency.follow(self._policy))
+        if self._step < config.steps:
+            self._start_evaluation()
+            await self._publish(0)  # a continued loop, too, samples from its own weights
+        publishing: asyncio.Task[None] | None = None
+        while self._step < config.steps:
+            batch = await self._timed("waiting", self._batch())
+            metrics = await self._timed("training", self._train(batch))
+            self._step += 1
+            producer.finish(batch)
+            self._report(batch, metrics)
+            if config.out is not None and self._due(config.save_every, last=True):
+                await self._save(config.out)
+            self._start_evaluation()
+            if publishing is not None:
+                await publishing
+            if self._step < config.steps:
+                publishing = self._tasks.create_task(self._publish(len(batch)))
+                await asyncio.sleep(0)  # its request is sent before the next gradients
+                if not config.off_by:
+                    await publishing
+        producer.stop()
+        if self._evaluations is not None:
+            await self._evaluations.finish()
+        following.cancel()
+        return Result(
+            policy=self._policy,
+            step=self._step,
+            steps=self._reports,
+            evaluations=self._scores,
+            dropped=dict(self._dropped()),
+            path=self._state.path,
+        )
+
+    async def _publish(self, trained: int) -> None:
+        """Sync the samplers. Then the places of the trained groups are free for new ones."""
+        await self._timed("sync", self._policy.sync(self._config.sync_timeout))
+        self._producer.free(trained)
+
+    async def _batch(self) -> list[Group]:
+        """Wait for the groups of a step: young enough, and with a signal."""
+        producer, count = self._producer, self._config.groups_per_step
+        batch: list[Group] = []
+        refilled = 0
+        while len(batch) < count:
+            taken = await self._policy.resolve(await producer.take(count - len(batch)))
+            fresh = [group for group in taken if not self._is_stale(group)]
+            kept, _ = self._objective.select(fresh)
+            flat = [group for group in fresh if group not in kept]
+            refilled += len(flat)
+            if refilled > _REFILLS * count:
+                kept, flat = fresh, []
+            producer.dropped["no_signal"] += len(flat)
+            producer.finish(flat)
+            producer.free(len(flat))
+            batch += kept
+        return sorted(batch, key=lambda group: group.number)
+
+    def _is_stale(self, group: Group) -> bool:
+        """Whether a group is too old. Then its example is drawn again."""
+        oldest = self._policy.step - self._config.off_by * self._config.substeps
+        if group.oldest_step >= oldest:
+            return False
+        self._producer.dropped["stale"] += 1
+        self._producer.draw_again(group)
+        return True
+
+    async def _train(self, batch: list[Group]) -> dict[str, float]:
+        """Make the optimizer steps of a batch. Returns the metrics of the last one."""
+        config, policy = self._config, self._policy
+        metrics: Mapping[str, float] = {}
+        self._trained_at = policy.step
+        for first in range(min(config.substeps, len(batch))):
+            data = await self._objective.data(
+                batch[first :: config.substeps], reference=self._reference, step=policy.step
+            )
+            metrics = await policy.train(
+                data,
+                self._objective.loss,
+                self._objective.settings,
+                config.learning_rate,
+                config.grad_clip_norm,
+            )
+        return dict(metrics)
+
+    async def _save(self, out: Path) -> None:
+        """Save the trainer, then the state that belongs to it."""
+        producer = self._producer
+        cursor, under_way = producer.cursor, tuple(producer.under_way)
+        path = await self._policy.save(f"step-{self._step:06d}")
+        self._state = LoopState(
+            step=self._step,
+            policy_step=self._policy.step,
+            cursor=cursor,
+            under_way=under_way,
+            path=path,
+            seed=self._state.seed,
+            examples=self._state.examples,
+            dropped=dict(self._dropped()),
+        )
+        await asyncio.to_thread(self._state.write, out)
+
+    def _start_evaluation(self) -> None:
+        """Evaluate the present weights. The snapshot is asked for before the next gradients."""
+        if self._evaluations is not None and self._due(self._config.evaluate_every, last=True):
+            self._evaluations.start(self._step, self._policy.snapshot())
+
+    def _due(self, every: int, *, last: bool) -> bool:
+        return (last and self._step == self._config.steps) or (
+            every > 0 and self._step % every == 0
+        )
+
+    def _report(self, batch: list[Group], metrics: dict[str, float]) -> None:
+        report = report_of(
+            batch,
+            step=self._step,
+            policy_step=self._trained_at,
+            dropped=self._dropped(),
+            metrics=metrics,
+            seconds={**self._seconds, "sampling": self._producer.take_sampling_seconds()},
+        )
+        self._reports.append(report)
+        if self._tracked is not None:
+            failed = {
+                f"failed_rewards/{name}": count for name, count in self._failed_rewards.items()
+            }
+            self._tracked.log(self._step, {**report.values(), **failed})
+            self._tracked.rollouts(self._step, rows_of(batch, self._renderer))
+
+    def _note_score(self, score: Score) -> None:
+        self._scores.append(score)
+        if self._tracked is not None and not score.failure:
+            self._tracked.log(score.step, {"evaluation/reward": score.reward})
+
+    def _dropped(self) -> Counter[str]:
+        return self._dropped_before + self._producer.dropped + self._collector.dropped
+
+    async def _timed(self, name: str, wait: Awaitable[Value]) -> Value:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        found = await wait
+        self._seconds[name] = clock() - started
+        return found

@@ -1,0 +1,326 @@
+"""The trained model: it samples, trains, publishes its weights and saves its state.
+
+`Policy` is the part of a model that a loop needs. `TinkerPolicy` does it with the clients of the
+`tinker` SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+from tandem.rl.rollouts import Group, Turn
+from tandem.rl.server import TandemServer, find_server
+
+if TYPE_CHECKING:
+    import tinker
+
+Stop: TypeAlias = Sequence[str] | Sequence[int] | None
+
+_LOAD_SECONDS = 600.0
+"""The limit for an open training client, which may wait for its trainer's start."""
+
+
+class SyncTimedOut(TimeoutError):
+    """The samplers did not get the new weights within `sync_timeout`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """`running` and `waiting` count requests. `kv_used` is the used share of the KV cache, 0 to
+    1."""
+
+    running: int
+    waiting: int
+    kv_used: float
+
+
+class Sampler(Protocol):
+    """Weights that sample. `step` counts the optimizer steps behind them."""
+
+    step: int
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: Stop,
+    ) -> list[Turn]:
+        """Return `n` answers to a prompt of token ids."""
+        ...
+
+
+@runtime_checkable
+class Policy(Sampler, Protocol):
+    """A model in training. `step` counts its optimizer steps. `sample` uses the weights of the last
+    `sync`."""
+
+    async def train(
+        self,
+        data: Sequence[tinker.Datum],
+        loss: str,
+        settings: Mapping[str, float | str],
+        learning_rate: float,
+        grad_clip_norm: float,
+    ) -> Mapping[str, float]:
+        """Make one optimizer step. Returns the server's metrics."""
+        ...
+
+    async def sync(self, timeout: float) -> None:
+        """Let later samples use the present weights. The request is sent before the first
+        suspension. Raises `SyncTimedOut` after `timeout` seconds."""
+        ...
+
+    def snapshot(self) -> Awaitable[Sampler]:
+        """Ask at once for a sampler that keeps the present weights. It does not wait."""
+        ...
+
+    async def save(self, name: str) -> str:
+        """Save weights and optimizer. Returns the path from which a loop continues."""
+        ...
+
+    async def resolve(self, groups: Sequence[Group]) -> list[Group]:
+        """Return the groups with the true steps of tokens that were sampled in flight."""
+        ...
+
+    async def load(self) -> EngineLoad | None:
+        """Return the load of the engines, or None if the server does not tell it."""
+        ...
+
+
+class TinkerPolicy:
+    """A policy behind a `tinker.TrainingClient`. `step` is the number of optimizer steps before
+    this object. `in_flight` publishes weights for running answers, too."""
+
+    def __init__(
+        self, training: tinker.TrainingClient, *, step: int = 0, in_flight: bool = False
+    ) -> None:
+        self.training = training
+        self.step = step
+        self._in_flight = in_flight
+        self._sampler: _TinkerSampler | None = None
+        self._snapshot: tuple[int, asyncio.Future[_TinkerSampler]] | None = None
+        self._server: asyncio.Task[TandemServer | None] | None = None
+        self._earlier: int | None = None
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: Stop,
+    ) -> list[Turn]:
+        if self._sampler is None:
+            raise RuntimeError("the policy was not published yet: await sync() before sample()")
+        return await self._sampler.sample(
+            prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
+        )
+
+    async def train(
+        self,
+        data: Sequence[tinker.Datum],
+        loss: str,
+        settings: Mapping[str, float | str],
+        learning_rate: float,
+        grad_clip_norm: float,
+    ) -> Mapping[str, float]:
+        import tinker
+
+        # Both are sent before either is awaited, so that the trainer makes no pause.
+        computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
+        stepped = self.training.optim_step(
+            tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm)
+        )
+        metrics = dict((await computed).metrics)
+        metrics.update((await stepped).metrics or {})
+        self.step += 1
+        return metrics
+
+    async def sync(self, timeout: float) -> None:
+        published = self._publish("inflight") if self._in_flight else self._take_snapshot()
+        try:
+            async with asyncio.timeout(timeout):
+                self._sampler = await published
+        except TimeoutError:
+            raise SyncTimedOut(
+                f"the samplers did not get the weights of step {self.step} within {timeout:g} s "
+                "(sync_timeout); `tandem top` shows why an engine waits"
+            ) from None
+
+    def snapshot(self) -> Awaitable[Sampler]:
+        return self._take_snapshot()
+
+    async def save(self, name: str) -> str:
+        return str((await self.training.save_state(name)).path)
+
+    async def resolve(self, groups: Sequence[Group]) -> list[Group]:
+        if not self._in_flight or (server := await self._find_server()) is None:
+            return list(groups)
+        requests = {
+            turn.sequence_id.rpartition(":")[0]
+            for group in groups
+            for rollout in group.rollouts
+            for turn in rollout.turns
+        }
+        found = await asyncio.to_thread(server.versions, sorted(requests - {""}))
+        earlier = await self._earlier_steps(server)
+
+        def resolved(turn: Turn) -> Turn:
+            request, _, sample = turn.sequence_id.rpartition(":")
+            steps = found.get(request, {}).get(int(sample) if sample.isdecimal() else -1)
+            if steps is None or len(steps) != len(turn.tokens):
+                return turn  # of one version: that of the sampling client, which it already has
+            return replace(turn, steps=[step - earlier for step in steps])
+
+        return [
+            replace(
+                group,
+                rollouts=[
+                    replace(rollout, turns=[resolved(turn) for turn in rollout.turns])
+                    for rollout in group.rollouts
+                ],
+            )
+            for group in groups
+        ]
+
+    async def load(self) -> EngineLoad | None:
+        if (server := await self._find_server()) is None:
+            return None
+        found = await asyncio.to_thread(server.load)
+        return None if found is None else EngineLoad(**found)
+
+    async def track(self, *, name: str, tags: Sequence[str], config: Mapping[str, object]) -> Any:
+        """Return `tandem.track` of the run, or None if its gateway is not Tandem's."""
+        if await self._find_server() is None:
+            return None
+        from tandem import track
+
+        return await asyncio.to_thread(
+            track, self.training, name=name or None, tags=tags or None, config=config
+        )
+
+    def _take_snapshot(self) -> asyncio.Future[_TinkerSampler]:
+        """A sync and an evaluation of one step share a snapshot."""
+        if self._snapshot is None or self._snapshot[0] != self.step:
+            self._snapshot = (self.step, self._publish("snapshot"))
+        return self._snapshot[1]
+
+    def _publish(self, kind: Any) -> asyncio.Future[_TinkerSampler]:
+        step = self.step
+        saved = self.training.save_weights_and_get_sampling_client(kind=kind)
+
+        async def sampler() -> _TinkerSampler:
+            return _TinkerSampler(await saved, step=step)
+
+        return asyncio.ensure_future(sampler())
+
+    async def _find_server(self) -> TandemServer | None:
+        if self._server is None:
+            self._server = asyncio.ensure_future(asyncio.to_thread(find_server, self.training))
+        return await self._server
+
+    async def _earlier_steps(self, server: TandemServer) -> int:
+        """The server counts the steps of the loaded checkpoint, too."""
+        if self._earlier is None:
+            newest = await asyncio.to_thread(server.newest_step)
+            if newest is None:
+                return 0
+            self._earlier = newest - self.step
+        return self._earlier
+
+
+class _TinkerSampler:
+    def __init__(self, client: tinker.SamplingClient, *, step: int) -> None:
+        self.step = step
+        self._client = client
+
+    async def sample(
+        self,
+        prompt: Sequence[int],
+        *,
+        n: int,
+        max_tokens: int,
+        temperature: float,
+        seed: int | None,
+        stop: Stop,
+    ) -> list[Turn]:
+        from tinker import types
+
+        answer = await self._client.sample(
+            types.ModelInput.from_ints(list(prompt)),
+            n,
+            types.SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop=None if stop is None else list(stop),
+            ),
+        )
+        return [
+            Turn(
+                observation=prompt,
+                tokens=sequence.tokens,
+                logprobs=sequence.logprobs or [],
+                steps=[self.step] * len(sequence.tokens),
+                stop_reason=sequence.stop_reason,
+                sequence_id=sequence.sequence_id or "",
+            )
+            for sequence in answer.sequences
+        ]
+
+
+Opened: TypeAlias = "tinker.TrainingClient | Policy"
+Training: TypeAlias = "Opened | Callable[[str | None], Opened | Awaitable[Opened]]"
+"""A training client, a policy, or a function that makes one. The function gets the path of a saved
+state, or None at the start. Only a loop with a function can continue."""
+
+
+def resumable(
+    service: tinker.ServiceClient, model: str, *, rank: int = 32, **options: Any
+) -> Callable[[str | None], Awaitable[tinker.TrainingClient]]:
+    """Return a function for `train` that makes the training client of `model`, or continues one.
+
+    `rank` and `options` go to `create_lora_training_client`."""
+
+    def open_training(path: str | None) -> Awaitable[tinker.TrainingClient]:
+        opened: Awaitable[tinker.TrainingClient]
+        if path is None:
+            opened = service.create_lora_training_client(model, rank=rank, **options)
+        else:
+            opened = service.create_training_client_from_state_with_optimizer(path)
+        return opened
+
+    return open_training
+
+
+async def open_policy(
+    training: Training, *, path: str | None, step: int, in_flight: bool
+) -> Policy:
+    """Return the policy of `training`, at the saved state of `path`.
+
+    Raises `ValueError` if there is a saved state, and `training` is no function that loads it."""
+    opened: Any = training
+    if isinstance(training, Policy) or hasattr(training, "forward_backward"):
+        if path is not None:
+            raise ValueError(
+                f"the loop continues from {path}, but its training client exists already: pass a "
+                "function of the path, such as tandem.rl.resumable(service, model)"
+            )
+    else:
+        # In a thread, because the function may wait for the SDK.
+        opened = await asyncio.to_thread(training, path)
+        if inspect.isawaitable(opened):
+            async with asyncio.timeout(_LOAD_SECONDS):
+                opened = await opened
+    if isinstance(opened, Policy):
+        return opened
+    return TinkerPolicy(opened, step=step, in_flight=in_flight)

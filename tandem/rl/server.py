@@ -1,0 +1,80 @@
+"""Tandem's own routes, which other Tinker servers lack: versions of samples, load of engines."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from tandem.protocol.own_machine import http_client
+
+if TYPE_CHECKING:
+    import httpx
+    import tinker
+
+_IDS = 100
+"""Requests whose versions are asked for at once. An address has a limited length."""
+
+
+class TandemServer:
+    """Asks the gateway of a run. All methods block, and an unreachable gateway counts as silent."""
+
+    def __init__(self, client: httpx.Client, *, run_id: str) -> None:
+        self._client = client
+        self._run_id = run_id
+
+    def versions(self, requests: Sequence[str]) -> dict[str, dict[int, list[int]]]:
+        """Return the optimizer step of each token, by request and sample. Requests that are
+        unknown, or that were answered by one version, are absent."""
+        found: dict[str, dict[int, list[int]]] = {}
+        for start in range(0, len(requests), _IDS):
+            ids = ",".join(requests[start : start + _IDS])
+            answer = self._get("samples/versions", ids=ids)
+            for request in (answer or {}).get("requests", []):
+                found[request["request_id"]] = {
+                    number: list(
+                        itertools.chain.from_iterable(
+                            [run["step"]] * run["tokens"] for run in sample
+                        )
+                    )
+                    for number, sample in enumerate(request["samples"])
+                }
+        return found
+
+    def load(self) -> dict[str, Any] | None:
+        answer = self._get(f"samplers/{self._run_id}")
+        if answer is None or answer.get("kv_used") is None:
+            return None
+        return {name: answer[name] for name in ("running", "waiting", "kv_used")}
+
+    def newest_step(self) -> int | None:
+        answer = self._get(f"runs/{self._run_id}")
+        last = (answer or {}).get("last_step")
+        return None if last is None else int(last["step"])
+
+    def _get(self, path: str, **query: str) -> dict[str, Any] | None:
+        import httpx
+
+        try:
+            answer = self._client.get(path, params=query)
+        except httpx.HTTPError:
+            return None
+        return answer.json() if answer.is_success else None
+
+
+def find_server(training: tinker.TrainingClient) -> TandemServer | None:
+    """Return the routes of the client's gateway, or None if it is not Tandem's."""
+    import httpx
+
+    # The SDK has no public names for its address and key.
+    url = getattr(training.holder, "_base_url", None)
+    key = getattr(training.holder, "_api_key", None)
+    if not url or not key:
+        return None
+    address = f"{str(url).rstrip('/')}/api/tandem/v1/"
+    client = http_client(address, headers={"X-API-Key": str(key)}, timeout=30)
+    try:
+        found = client.get(f"runs/{training.model_id}").is_success
+    except httpx.HTTPError:
+        found = False
+    return TandemServer(client, run_id=str(training.model_id)) if found else None
