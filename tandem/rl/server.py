@@ -37,7 +37,7 @@ class TandemServer:
                             [run["step"]] * run["tokens"] for run in sample
                         )
                     )
-                    for number, sample in enumerate(request["samples"])
+                    for number, sample in enumerate(request.get("samples", ()))
                 }
         return found
 

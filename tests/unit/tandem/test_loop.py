@@ -1,8 +1,28 @@
+"""The loop with a policy of 1 s for a sample and 1 s for a step, on a virtual clock."""
+
 from __future__ import annotations
 
-from tandem.rl import train_async
-from tests.support.loops import FakePolicy, NumberTokenizer, a_config, by_answer, numbered
-from tests.support.virtual_time import in_virtual_time, now
+import asyncio
+import json
+import random
+
+import pytest
+
+from tandem.rl import Evaluation, Example, train, train_async
+from tandem.rl.policy import SyncTimedOut
+from tandem.rl.producer import ExampleOrder, RolloutsFailed
+from tandem.rl.rewards import RewardFailed
+from tests.support.loops import (
+    Disk,
+    FakePolicy,
+    NumberTokenizer,
+    a_config,
+    by_answer,
+    numbered,
+    on_disk,
+    steps_in,
+)
+from tests.support.virtual_time import in_virtual_time, now, run_in_virtual_time
 
 
 async def run(policy, config, *, dataset=None, reward=by_answer, **arguments):
@@ -16,6 +36,13 @@ async def run(policy, config, *, dataset=None, reward=by_answer, **arguments):
     )
 
 
+def losses(result) -> list[float]:
+    return [report.metrics["loss:sum"] for report in result.steps]
+
+
+# --- Overlap -----------------------------------------------------------------------------------
+
+
 @in_virtual_time
 async def test_a_synchronous_loop_samples_and_trains_in_turns():
     policy = FakePolicy()
@@ -23,6 +50,8 @@ async def test_a_synchronous_loop_samples_and_trains_in_turns():
     assert (policy.step, result.step) == (10, 10)
     assert 19.9 < now() < 20.5
     assert [report.oldest for report in result.steps] == [0] * 10
+    assert policy.state.trained != tuple(range(40)), "the examples are shuffled"
+    assert sorted(policy.state.trained) == list(range(40))
 
 
 @in_virtual_time
@@ -33,3 +62,304 @@ async def test_an_asynchronous_loop_samples_while_it_trains():
     assert now() < 13
     assert max(report.oldest for report in result.steps) == 1
     assert not result.dropped
+
+
+@in_virtual_time
+async def test_a_slow_publication_does_not_stop_the_trainer():
+    await run(FakePolicy(sampling=0.3, syncing=0.6), a_config(off_by=1))
+    assert now() < 13
+
+
+@in_virtual_time
+async def test_the_same_seed_repeats_a_synchronous_loop():
+    first, second, other = FakePolicy(), FakePolicy(), FakePolicy()
+    results = [await run(policy, a_config()) for policy in (first, second)]
+    assert losses(results[0]) == losses(results[1])
+    await run(other, a_config(seed=1))
+    assert first.state == second.state != other.state
+
+
+# --- Bounds ------------------------------------------------------------------------------------
+
+
+@in_virtual_time
+async def test_a_producer_ten_times_too_fast_holds_a_bounded_number_of_groups():
+    policy = FakePolicy(sampling=0.1)
+    await run(policy, a_config(off_by=2))
+    # Each step needs four groups. Two further batches are held, and none is thrown away.
+    assert policy.events["samples"] == 10 * 4 + 2 * 4
+    assert policy.most_sampling <= 3 * 4 * 2
+
+
+@in_virtual_time
+async def test_max_concurrency_bounds_the_rollouts_under_way():
+    policy = FakePolicy()
+    await run(policy, a_config(off_by=3, max_concurrency=6))
+    assert policy.most_sampling == 6
+
+
+class _SlowExamples(FakePolicy):
+    """One example in eight takes as long as seven steps."""
+
+    def seconds_of_sample(self, prompt, seed):
+        return 7.3 if prompt[1] % 8 == 0 and seed % 2 else 0.5
+
+
+@in_virtual_time
+async def test_no_trained_token_is_older_than_the_bound_and_old_examples_are_drawn_again():
+    policy = _SlowExamples()
+    result = await run(policy, a_config(off_by=2, steps=30), dataset=numbered(200))
+    assert max(report.oldest for report in result.steps) <= 2
+    assert result.dropped["stale"] > 0
+    assert len(policy.state.trained) == len(set(policy.state.trained)) == 30 * 4
+
+
+@in_virtual_time
+async def test_a_sync_has_a_deadline():
+    policy = FakePolicy(syncing=20.0)
+    with pytest.raises((SyncTimedOut, TimeoutError)):
+        await run(policy, a_config(sync_timeout=5.0))
+    assert now() < 6
+
+
+# --- Failures ----------------------------------------------------------------------------------
+
+
+class _Unreliable(FakePolicy):
+    """Fails for some prompts: at the first attempts, or always."""
+
+    def __init__(self, *, always: set[int], sometimes: set[int]) -> None:
+        super().__init__()
+        self._always, self._left = always, dict.fromkeys(sometimes, 2)
+
+    async def answer(self, state, prompt, **settings):
+        if prompt[1] in self._always:
+            raise RuntimeError("the engine refused the prompt")
+        if self._left.get(prompt[1], 0):
+            self._left[prompt[1]] -= 1
+            raise RuntimeError("the engine died")
+        return await super().answer(state, prompt, **settings)
+
+
+@in_virtual_time
+async def test_an_example_whose_samples_fail_is_drawn_three_times():
+    policy = _Unreliable(always={5}, sometimes={6, 7})
+    result = await run(policy, a_config())
+    assert set(policy.state.trained) >= set(range(40)) - {5}
+    assert 5 not in policy.state.trained
+    assert result.dropped == {"sample": 7 * 2, "incomplete": 7, "given_up": 1}
+
+
+@in_virtual_time
+async def test_a_loop_ends_with_the_reason_if_all_samples_fail():
+    policy = _Unreliable(always=set(range(40)), sometimes=set())
+    with pytest.raises(RolloutsFailed, match="the engine refused the prompt"):
+        await run(policy, a_config())
+
+
+async def fails_for_odd_answers(example: Example, answer: str) -> float:
+    number = int(answer.split()[-1])
+    if number % 2:
+        raise ValueError("odd")
+    return number / 1000
+
+
+@in_virtual_time
+async def test_a_failed_reward_drops_its_rollout_and_is_no_zero():
+    config = a_config(group_size=8)
+    result = await run(FakePolicy(), config, reward=fails_for_odd_answers)
+    assert result.dropped["reward"] > 50
+    assert all(report.rollouts < 32 for report in result.steps)
+    with pytest.raises(RewardFailed):
+        await run(FakePolicy(), a_config(reward_failure="error"), reward=fails_for_odd_answers)
+
+
+@in_virtual_time
+async def test_a_rollout_has_a_deadline():
+    policy = _SlowExamples()
+    result = await run(policy, a_config(rollout_timeout=2.0))
+    assert result.dropped["timeout"] > 0
+    assert policy.step == 10
+
+
+@in_virtual_time
+async def test_a_cancelled_loop_leaves_nothing_running():
+    policy = FakePolicy(sampling=3.0)
+    task = asyncio.create_task(run(policy, a_config(off_by=2)))
+    await asyncio.sleep(4.5)
+    assert policy.sampling_now > 0
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert policy.sampling_now == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+class _BrokenTrainer(FakePolicy):
+    async def train(self, *arguments):
+        if self.step == 2:
+            raise RuntimeError("the run was stopped")
+        return await super().train(*arguments)
+
+
+@in_virtual_time
+async def test_an_error_of_the_trainer_ends_the_rollouts():
+    policy = _BrokenTrainer(sampling=0.4)
+    with pytest.raises(RuntimeError, match="the run was stopped"):
+        await run(policy, a_config(off_by=4))
+    assert policy.sampling_now == 0
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+# --- Selection ---------------------------------------------------------------------------------
+
+
+async def rarely_differs(example: Example, answer: str) -> float:
+    return float(int(answer.split()[-1]) % 8 == 0)
+
+
+@in_virtual_time
+async def test_dynamic_sampling_fills_a_batch_with_other_examples():
+    config = a_config(objective="dapo", group_size=2)
+    policy, again = FakePolicy(), FakePolicy()
+    result = await run(policy, config, reward=rarely_differs)
+    assert all(report.rollouts == 8 and report.reward == 0.5 for report in result.steps)
+    assert result.dropped["no_signal"] > 40
+    assert losses(result) == losses(await run(again, config, reward=rarely_differs))
+
+
+async def always_right(example: Example, answer: str) -> float:
+    return 1.0
+
+
+@in_virtual_time
+async def test_dynamic_sampling_of_a_solved_task_ends():
+    result = await run(FakePolicy(), a_config(objective="dapo", steps=2), reward=always_right)
+    assert result.step == 2
+
+
+# --- Evaluation --------------------------------------------------------------------------------
+
+EVALUATION = Evaluation(dataset=numbered(6), samples=3, temperature=1.0)
+
+
+class _SlowEvaluation(FakePolicy):
+    """Samples of an evaluation take as long as four steps. The loop's own groups have two."""
+
+    async def answer(self, state, prompt, *, n, tokens, seed):
+        if n == EVALUATION.samples:
+            await asyncio.sleep(4.0)
+        return await super().answer(state, prompt, n=n, tokens=tokens, seed=seed)
+
+
+@in_virtual_time
+async def test_no_training_waits_for_an_evaluation():
+    alone, beside = FakePolicy(), _SlowEvaluation()
+    await run(alone, a_config(off_by=1))
+    started = now()
+    config = a_config(off_by=1, evaluate_every=2)
+    result = await run(beside, config, evaluation=EVALUATION)
+    assert [at - started for at in beside.trained_at] == pytest.approx(alone.trained_at)
+    assert alone.state == beside.state
+    assert [score.step for score in result.evaluations] == [0, 2, 4, 6, 8, 10]
+    assert [score.policy_step for score in result.evaluations] == [0, 2, 4, 6, 8, 10]
+
+
+@in_virtual_time
+async def test_a_background_evaluation_equals_that_of_a_paused_loop():
+    config = a_config(off_by=1, evaluate_every=5)
+    beside = await run(_SlowEvaluation(), config, evaluation=EVALUATION)
+    background = {score.step: score.reward for score in beside.evaluations}
+
+    policy = FakePolicy()
+    paused = await run(policy, a_config(off_by=1, steps=5, evaluate_every=5), evaluation=EVALUATION)
+    assert {score.step: score.reward for score in paused.evaluations} == {
+        0: background[0],
+        5: background[5],
+    }
+    assert len(set(background.values())) == 3
+
+
+# --- Continuing --------------------------------------------------------------------------------
+
+
+async def killed_and_continued(disk, config, *, kills, dataset=None, **settings):
+    """Run a loop that is killed after each of `kills` seconds. Returns the last result, and all
+    losses by step."""
+    by_step: dict[int, float] = {}
+    for seconds in (*kills, None):
+        policy = on_disk(disk, **settings)
+        task = asyncio.create_task(run(policy, config, dataset=dataset))
+        _done, pending = await asyncio.wait([task], timeout=seconds)
+        if pending:
+            task.cancel()
+            await asyncio.wait([task])
+            continue
+        result = await task
+        by_step |= {report.step: report.metrics["loss:sum"] for report in result.steps}
+        if result.step == config.steps:
+            return result, by_step
+    raise AssertionError("the loop did not end")
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_synchronous_loop_killed_at_random_continues_as_if_it_was_not(seed, tmp_path):
+    chance = random.Random(seed)
+    kills = [chance.uniform(0.2, 9) for _ in range(chance.randint(1, 4))]
+    config = a_config(out=tmp_path, save_every=chance.randint(1, 3), seed=seed)
+
+    async def scenario() -> None:
+        whole = FakePolicy()
+        expected = await run(whole, a_config(seed=seed))
+        result, found = await killed_and_continued(Disk(), config, kills=kills)
+        assert result.policy.state == whole.state
+        assert found.items() <= dict(enumerate(losses(expected), 1)).items()
+        assert steps_in(tmp_path) == 10
+
+    run_in_virtual_time(scenario())
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_an_asynchronous_loop_killed_at_random_trains_each_example_once(seed, tmp_path):
+    chance = random.Random(seed)
+    kills = [chance.uniform(0.2, 9) for _ in range(chance.randint(1, 4))]
+    config = a_config(
+        out=tmp_path, save_every=chance.randint(1, 3), seed=seed, off_by=chance.randint(1, 3)
+    )
+
+    async def scenario() -> None:
+        settings = {"sampling": chance.uniform(0.1, 2), "training": chance.uniform(0.1, 2)}
+        result, _ = await killed_and_continued(
+            Disk(), config, kills=kills, dataset=numbered(200), **settings
+        )
+        trained = result.policy.state.trained
+        assert len(trained) == len(set(trained)) == 40, "no example was trained twice"
+        state = json.loads((tmp_path / "state.json").read_text())
+        order = ExampleOrder(numbered(200), seed=seed, shuffle=True)
+        served = set(range(state["cursor"])) - {number for number, _ in state["under_way"]}
+        assert {order[number].data["number"] for number in served} == set(trained)
+        assert len(state["under_way"]) <= (config.off_by + 1) * 4, "nothing else is missing"
+
+    run_in_virtual_time(scenario())
+
+
+def test_a_state_of_another_seed_or_dataset_is_refused(tmp_path):
+    disk, config = Disk(), a_config(out=tmp_path, steps=1)
+
+    async def scenario() -> None:
+        await run(on_disk(disk), config)
+        with pytest.raises(ValueError, match="seed 0, and this one has 1"):
+            await run(on_disk(disk), a_config(out=tmp_path, seed=1))
+        with pytest.raises(ValueError, match="examples 40, and this one has 3"):
+            await run(on_disk(disk), config, dataset=numbered(3))
+        with pytest.raises(ValueError, match="resumable"):
+            await run(FakePolicy(), config)
+        again = await run(on_disk(disk), config)
+        assert (again.step, again.steps) == (1, [])
+
+    run_in_virtual_time(scenario())
+
+
+def test_saving_needs_a_folder():
+    with pytest.raises(ValueError, match="save_every needs `out`"):
+        train(FakePolicy(), numbered(4), by_answer, a_config(save_every=1))
