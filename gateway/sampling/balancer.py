@@ -6,6 +6,8 @@
    is much busier than the least busy one.
 3. Otherwise, the engine with the fewest tokens to compute.
 
+An engine that refused a version gets no samples of it. If all engines refused it, its samples fail.
+
 "Much busier" means more than twice as busy plus `_GROUP` such requests. An engine has room for
 `most_samples`. Other requests wait here in order of arrival, so that a faster engine gets more.
 The choice never changes an answer: a sample is a function of its request and weights."""
@@ -48,13 +50,17 @@ class Candidate(Protocol):
 
 @dataclass(frozen=True)
 class Work:
-    """A request's work: `samples`, and `tokens` in total including the prompt. `beginnings` are
-    hashes of the prompt's prefixes, each one block longer."""
+    """A request's work: `samples` (0: a load), and `tokens` in total including the prompt.
+    `beginnings` are hashes of the prompt's prefixes, each one block longer."""
 
     version: str
     samples: int = 0
     tokens: int = 0
     beginnings: tuple[int, ...] = ()
+
+    @property
+    def loads(self) -> bool:
+        return not self.samples
 
     @classmethod
     def of_request(cls, request: sampler_pb2.SampleRequest, *, beginnings: bool) -> Work:
@@ -97,17 +103,23 @@ Engine = TypeVar("Engine", bound=Candidate)
 
 
 class Balancer(Generic[Engine]):
-    """`engines` returns the serving engines. `most_samples` 0 means unlimited room."""
+    """`engines` returns the engines that may get work. `refusal` returns the error of work that no
+    engine will take. `most_samples` 0 means unlimited room."""
 
-    def __init__(self, engines: Callable[[], Sequence[Engine]]) -> None:
+    def __init__(
+        self,
+        engines: Callable[[Work], Sequence[Engine]],
+        refusal: Callable[[Work], TandemError | None] = lambda _work: None,
+    ) -> None:
         self.most_samples = 0
         self._engines = engines
+        self._refusal = refusal
         self._loads: dict[Engine, Load] = {}
         self._awaited: dict[Engine, asyncio.Event] = {}
         self._numbers = count()
-        self._waiting: dict[str, deque[tuple[int, Work, asyncio.Future[Engine]]]] = {}
-        """By version, with arrival numbers, so that a full engine's requests do not block the
-        others."""
+        self._waiting: dict[tuple[str, bool], deque[tuple[int, Work, asyncio.Future[Engine]]]] = {}
+        """Samples and loads by version, with arrival numbers, so that a full engine's requests do
+        not block the others."""
         self._blocks: OrderedDict[int, set[str]] = OrderedDict()
         """By prefix, the processes that computed it, least recently used first."""
 
@@ -116,9 +128,10 @@ class Balancer(Generic[Engine]):
 
     async def assign(self, work: Work) -> Engine:
         """Wait for an engine with room and return it. The work counts there until `end`. Raises the
-        error given to `fail`."""
+        error given to `fail`, or the refusal of all engines."""
         turn: asyncio.Future[Engine] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(work.version, deque()).append((next(self._numbers), work, turn))
+        queue = self._waiting.setdefault((work.version, work.loads), deque())
+        queue.append((next(self._numbers), work, turn))
         self.assign_waiting()
         try:
             return await turn
@@ -128,8 +141,8 @@ class Balancer(Generic[Engine]):
             raise
 
     def give(self, engine: Engine, work: Work) -> bool:
-        """Assign the work to this engine. Return False if it is not serving or full."""
-        if engine not in self._engines() or not self._has_room(engine):
+        """Assign the work to this engine. Return False if it may not get it or is full."""
+        if engine not in self._engines(work) or not self._has_room(engine):
             return False
         self._loads.setdefault(engine, Load()).count_work(work)
         self._note(work, engine)
@@ -158,23 +171,26 @@ class Balancer(Generic[Engine]):
             self.end(engine, work)
 
     def assign_waiting(self) -> None:
-        firsts = [(queue[0][0], version) for version, queue in self._waiting.items()]
+        firsts = [(queue[0][0], name) for name, queue in self._waiting.items()]
         heapify(firsts)
         while firsts:  # earliest first, of all versions that may have room
-            _, version = heappop(firsts)
-            queue = self._waiting[version]
+            _, name = heappop(firsts)
+            queue = self._waiting[name]
             _, work, turn = queue[0]
             if not turn.done():  # skip cancelled ones
                 engine = self._choose(work)
-                if engine is None:
+                if engine is not None:
+                    self._loads.setdefault(engine, Load()).count_work(work)
+                    turn.set_result(engine)
+                elif error := self._refusal(work):
+                    turn.set_exception(error)
+                else:
                     continue
-                self._loads.setdefault(engine, Load()).count_work(work)
-                turn.set_result(engine)
             queue.popleft()
             if queue:
-                heappush(firsts, (queue[0][0], version))
+                heappush(firsts, (queue[0][0], name))
             else:
-                del self._waiting[version]
+                del self._waiting[name]
 
     def fail(self, error: TandemError) -> None:
         waiting, self._waiting = self._waiting, {}
@@ -186,7 +202,7 @@ class Balancer(Generic[Engine]):
     # --- The choice ---------------------------------------------------------------------------
 
     def _choose(self, work: Work) -> Engine | None:
-        serving = self._engines()
+        serving = self._engines(work)
         having = [engine for engine in serving if self._has(engine, work.version)]
         chosen = self._best(work, having or serving)
         if having and (chosen is None or self._much_busier(chosen, 0, work)):

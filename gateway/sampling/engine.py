@@ -38,6 +38,8 @@ from tandem.v1 import common_pb2, sampler_pb2
 EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"]
 """An `idle` engine starts with the next request. A `queued` one waits for its place or start."""
 
+_MOST_REFUSALS = 1000
+
 _Reply = TypeVar("_Reply")
 
 
@@ -78,6 +80,8 @@ class SamplerEngine:
         self.weights = f"base/{self.model.name}"
         self.shares = TimeShares()
         self._state: EngineState = "idle"
+        self.refused: dict[str, str] = {}
+        """Versions that its process refused although others serve them, with the reasons."""
         self._adapters: dict[str, None] = {}
         self._state_since = time.monotonic()
         self._died = asyncio.Event()
@@ -198,6 +202,7 @@ class SamplerEngine:
         """Note the weights of an answer."""
         if self._state == "stopped":
             return
+        self.refused.pop(name, None)
         # An adapter is served on top of the base model's weights.
         self._set_weights(f"base/{self.model.name}" if adapter else name)
         if adapter:
@@ -205,6 +210,13 @@ class SamplerEngine:
             self._adapters[name] = None
             if len(self._adapters) > self.settings.max_adapters:
                 del self._adapters[next(iter(self._adapters))]
+
+    def note_refused(self, name: str, reason: str) -> None:
+        """Note that it gets no samples of a version, until it loads that or starts again."""
+        self.refused.pop(name, None)
+        self.refused[name] = reason
+        if len(self.refused) > _MOST_REFUSALS:
+            del self.refused[next(iter(self.refused))]
 
     def _set_weights(self, name: str) -> None:
         """Note its full weights, and pin them, since a failed load returns to them."""
@@ -318,6 +330,7 @@ class SamplerEngine:
         self.worker = self._client = None
         self._set_weights(f"base/{self.model.name}")
         self._adapters.clear()
+        self.refused.clear()
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         self._state = state

@@ -12,13 +12,18 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from typing import Literal
 
 from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
 from gateway.workers.request_maker import engine_key
 from gateway.workers.requests import WorkerRequest
-from tandem.errors import TandemError, WorkerStartFailed
+from tandem.errors import LoadFailed, TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
+
+VersionState = Literal["live", "degraded", "partial"]
+"""All serving engines have a `live` version. Some engine refused a `degraded` one, and gets no
+samples of it. A `partial` one is loaded by further engines for their next sample."""
 
 _PATIENCE = 300.0
 """Seconds in which a leaving engine may finish its sent requests."""
@@ -61,11 +66,32 @@ class Replicas:
     def leaving(self) -> Sequence[SamplerEngine]:
         return [each.engine for each in self._leaving.values()]
 
-    def serving(self) -> Sequence[SamplerEngine]:
-        """Return the engines that get requests: prepared ones that answer, or else all ready
-        ones."""
+    def serving(self, version: str = "") -> Sequence[SamplerEngine]:
+        """Return the engines that get requests: prepared ones that answer, or else all ready ones.
+        Samples of a `version` never go to an engine that refused it."""
         ready = [each for each in self.engines if each.state == "ready" and not each.is_doubted]
+        ready = [each for each in ready if version not in each.refused]
         return [each for each in ready if not each.silence and each not in self._preparing] or ready
+
+    def state_of(self, version: str) -> VersionState:
+        if any(version in engine.refused for engine in self.engines):
+            return "degraded"
+        serving = self.serving()
+        has_all = bool(serving) and all(version in engine.loaded for engine in serving)
+        return "live" if has_all else "partial"
+
+    def refusal(self, version: str) -> LoadFailed | None:
+        """Return why no engine will sample a version, None if one can."""
+        reasons = [engine.refused.get(version, "") for engine in self.engines]
+        ended = [engine.state in ("idle", "failed", "stopped") for engine in self.engines]
+        if self._placing is not None or not any(reasons):
+            return None
+        if not all(reason or end for reason, end in zip(reasons, ended, strict=True)):
+            return None
+        return LoadFailed(
+            f"no engine of the sampler has {version}: {next(filter(None, reasons))}. Save the "
+            "weights again"
+        )
 
     def explain(self) -> str:
         """Return a sentence about their work, or why none serves yet."""
@@ -177,6 +203,7 @@ class Replicas:
         still = all(engine.state in ("idle", "failed", "stopped") for engine in self.engines)
         if still and self._placing is None:
             self.failed(error)
+        self.balancer.assign_waiting()  # samples of a version that the others refused
 
     async def _prepare(self, engine: SamplerEngine) -> None:
         try:

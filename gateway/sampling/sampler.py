@@ -16,7 +16,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from gateway.checkpoints.base_models import BaseModelEntry, BaseModels
 from gateway.checkpoints.pins import Pins
@@ -31,10 +30,11 @@ from gateway.sampling.replicas import Replicas
 from gateway.storage.futures.table import Future, Outcome, Result, Waiting
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.requests import WorkerRequest
-from gateway.workers.sampler_client import SamplerClient, Tell
+from gateway.workers.sampler_client import Answer, SamplerClient, Tell
 from gateway.workers.worker import Worker
 from tandem.errors import (
     InternalError,
+    LoadFailed,
     OperationTimedOut,
     TandemError,
     WorkerDied,
@@ -46,7 +46,6 @@ from tandem.v1 import common_pb2, sampler_pb2
 from tandem.weights import version_number
 
 Check = Callable[[common_pb2.WeightVersion], None]
-_Reply = TypeVar("_Reply")
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,10 @@ class Sampler:
         self.waiting_of: Counter[str] = Counter()  # by owner, unfinished samples
         self._numbers: list[int] = []  # ascending numbers of samples, for positions in the queue
         self.completions = Rate()
-        self.balancer = Balancer(lambda: self.replicas.serving())
+        self.balancer = Balancer(
+            lambda work: self.replicas.serving("" if work.loads else work.version),
+            lambda work: None if work.loads else self.replicas.refusal(work.version),
+        )
         self.replicas = Replicas(
             first=self.engine,
             balancer=self.balancer,
@@ -273,9 +275,9 @@ class Sampler:
         in_flight: bool = False,
         handoff: common_pb2.Handoff | None = None,
     ) -> None:
-        """Return when the serving engines have the version. Later engines load it for a sample.
-        Raises `LoadFailed` and similar errors if no engine could; then they still serve the old
-        version.
+        """Return when the serving engines have the version, or refused it. An engine that refused
+        gets no samples of it. Later engines load it before they get samples. Raises `LoadFailed`
+        and similar errors if no engine could; then they still serve the old version.
 
         With `in_flight`, running samples continue with the new version, and a newer one also
         suffices. `handoff` offers the weights in memory to a single engine."""
@@ -294,6 +296,9 @@ class Sampler:
         if in_flight:
             self._follow(request.version)
         self._newest = request.version
+        for engine, reply in replies:
+            if reply.HasField("failure"):
+                self._note_refused(engine, version.name, reply.failure.message)
         for engine, reply in loaded:
             engine.note_loaded(reply.version.name, adapter=version.adapter)
             self._log.info(
@@ -323,47 +328,90 @@ class Sampler:
     async def _load(
         self, request: sampler_pb2.LoadRequest
     ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
-        """Return the engines' answers. There is at least one, because a dead engine is replaced."""
+        """Return the engines' answers. There is at least one, because a dead engine is replaced.
+        Without an answer in time, it is a failure."""
         work = Work(request.version.name)
         engine = await self._assigned(work)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
         others = [each for each in self.replicas.serving() if each is not load.engine]
+        asked = {(each, each.process) for each in (engine, *others)}
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
-            reply = await self._send(load, lambda client: client.load(request))
+            try:
+                reply = await self._send(load, lambda c: self._load_in_time(c, request, others))
+            except TandemError as error:
+                reply = sampler_pb2.LoadReply(failure=error.to_failure())
             also = zip(others, await asyncio.gather(*tasks), strict=True)
         finally:
             for task in tasks:
                 task.cancel()
-        return [(load.engine, reply), *((engine, each) for engine, each in also if each)]
+        replies = [(load.engine, reply), *((engine, each) for engine, each in also if each)]
+        while late := [e for e in self.replicas.serving() if (e, e.process) not in asked]:
+            for engine in late:
+                asked.add((engine, engine.process))
+                if found := await self._load_too(engine, request):
+                    replies.append((engine, found))
+        return replies
+
+    async def _load_in_time(
+        self,
+        client: SamplerClient,
+        request: sampler_pb2.LoadRequest,
+        others: Sequence[SamplerEngine],
+    ) -> sampler_pb2.LoadReply:
+        """Return an engine's answer. With `others`, raises `OperationTimedOut` if it is late."""
+        timeout = self.engine.settings.operation_timeout if others else None
+        try:
+            async with asyncio.timeout(timeout):
+                return await client.load(request)
+        except TimeoutError:
+            raise OperationTimedOut(
+                f"it did not load the weights within {timeout:g} s (TANDEM_OPERATION_TIMEOUT)"
+            ) from None
 
     async def _load_too(
         self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
     ) -> sampler_pb2.LoadReply | None:
-        """Return one engine's answer, None on failure, because other engines serve."""
+        """Return one engine's answer beside others, None if it leaves or its process ended."""
         work = Work(request.version.name)
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
         with self.balancer.under_way(engine, work):
             try:
-                return await self._ask(load, lambda client: client.load(request))
-            except (EngineLost, WorkerUnavailable, TandemError) as error:
-                self._log.warning(
-                    "version_not_loaded", engine=engine.process, reason=describe(error)
-                )
+                return await self._ask(load, lambda c: self._load_in_time(c, request, [engine]))
+            except EngineLost:
+                return None
+            except (WorkerUnavailable, TandemError) as error:
+                if load.worker not in (None, engine.worker):
+                    return None
+                return sampler_pb2.LoadReply(failure=LoadFailed(describe(error)).to_failure())
             except asyncio.CancelledError:
                 if not load.was_only_taken_back():
                     raise
-        return None
+                return None
 
     async def _prepare(self, engine: SamplerEngine) -> None:
-        """Load the last used version into a new engine. Otherwise its first request loads one."""
-        version = self._newest
-        if version is None or version.name in engine.loaded:
-            return
-        with self.pins.pinned(relative_version_folder(version.name)):
-            reply = await self._load_too(engine, sampler_pb2.LoadRequest(version=version))
-        if reply is not None and not reply.HasField("failure"):
-            engine.note_loaded(version.name, adapter=version.adapter)
+        """Load the last used version into a new engine, which may change meanwhile."""
+        while (version := self._newest) is not None:
+            if version.name in engine.loaded or version.name in engine.refused:
+                return
+            with self.pins.pinned(relative_version_folder(version.name)):
+                reply = await self._load_too(engine, sampler_pb2.LoadRequest(version=version))
+            if reply is None:
+                return
+            if reply.HasField("failure"):
+                self._note_refused(engine, version.name, reply.failure.message)
+            else:
+                engine.note_loaded(version.name, adapter=version.adapter)
+
+    def _note_refused(self, engine: SamplerEngine, name: str, reason: str) -> None:
+        """Send an engine no more samples of a version that other engines serve."""
+        engine.note_refused(name, reason)
+        self._log.warning("version_degraded", version=name, engine=engine.process, reason=reason)
+        for call in [*self._calls]:
+            unsent = call.engine is engine and call.worker is None
+            if unsent and call.version.name == name and call.work.samples:
+                call.take_back()
+        self.balancer.assign_waiting()
 
     # --- Calls to the engines -----------------------------------------------------------------
 
@@ -407,8 +455,8 @@ class Sampler:
         return await self.balancer.assign(work)
 
     async def _send(
-        self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]
-    ) -> _Reply:
+        self, call: _Call, send: Callable[[SamplerClient], Awaitable[Answer]]
+    ) -> Answer:
         """Send an assigned call and return the answer. If the engine dies and the call
         `may_repeat`, or it is taken back, send it to another engine. If nobody answers for the
         engine, another one gets the call once. Raises `WorkerDied`, and as `_assigned` and the
@@ -417,7 +465,9 @@ class Sampler:
         while True:
             engine = call.engine
             try:
-                return await self._ask(call, send)
+                reply = await self._ask(call, send)
+                if not self._is_refused_alone(call, reply):
+                    return reply
             except EngineLost:
                 pass
             except OperationTimedOut:
@@ -446,10 +496,20 @@ class Sampler:
             else:
                 call.engine = await self._assigned(call.work)
 
-    async def _ask(self, call: _Call, send: Callable[[SamplerClient], Awaitable[_Reply]]) -> _Reply:
+    def _is_refused_alone(self, call: _Call, reply: Answer) -> bool:
+        """Whether an engine cannot load a sample's version, and another engine has it."""
+        name, failure = call.version.name, reply.failure
+        others = (each for each in self.replicas.serving(name) if each is not call.engine)
+        refused = failure.type == LoadFailed.type and call.work.samples > 0
+        alone = refused and any(name in each.loaded for each in others)
+        if alone:
+            self._note_refused(call.engine, name, failure.message)
+        return alone
+
+    async def _ask(self, call: _Call, send: Callable[[SamplerClient], Awaitable[Answer]]) -> Answer:
         """Return the engine's answer. The call can be taken back meanwhile."""
 
-        async def noted(client: SamplerClient) -> _Reply:
+        async def noted(client: SamplerClient) -> Answer:
             call.worker = client.worker
             return await send(client)
 

@@ -22,7 +22,7 @@ class Engine:
 class World:
     def __init__(self, engines: int, *, most: int = 0) -> None:
         self.engines = [Engine(f"engine-{number}") for number in range(engines)]
-        self.balancer = Balancer(lambda: self.engines)
+        self.balancer = Balancer(lambda _work: self.engines)
         self.balancer.most_samples = most
         self.under_way: list[tuple[Engine, Work]] = []
 

@@ -1,0 +1,273 @@
+"""Versions that some of a sampler's model engines refuse, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from gateway.checkpoints.versions import WeightVersion
+from tandem.errors import LoadFailed, OperationTimedOut
+from tandem.v1 import sampler_pb2
+from tests.support.gateway.model_workers import ModelSampler
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
+from tests.support.virtual_time import now
+from tests.support.waiting import until
+
+V2 = "s-1:train:0/v2"
+
+
+class Refusals:
+    """Loads and samples of versions that an engine refuses, or leaves without an answer."""
+
+    def __init__(self, engine: ModelSampler) -> None:
+        self.versions: set[str] = set()
+        self.silent = False
+        self.sampled: set[str] = set()
+        self._load, self._sample = engine.Load, engine.Sample
+        engine.Load, engine.Sample = self.load, self.sample  # type: ignore[method-assign]
+
+    async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
+        if request.version.name in self.versions:
+            if self.silent:
+                await asyncio.Event().wait()
+            return sampler_pb2.LoadReply(failure=LoadFailed("a tensor is missing").to_failure())
+        return await self._load(request)
+
+    async def sample(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
+        self.sampled.add(request.version.name)
+        if request.version.name in self.versions:
+            failure = LoadFailed("a tensor is missing").to_failure()
+            return sampler_pb2.SampleReply(failure=failure)
+        return await self._sample(request)
+
+
+@pytest.fixture
+def new_world(tmp_path):
+    def new(replicas: int = 2, **settings) -> World:
+        return World(tmp_path, settings, replicas=replicas)
+
+    return new
+
+
+async def serving(world: World, replicas: int = 2) -> list[Refusals]:
+    await world.open()
+    world.sampler().start()
+    await until(lambda: sum(each.serves for each in world.sampler().engines) >= replicas)
+    return [watched(world, number) for number in range(replicas)]
+
+
+def watched(world: World, number: int) -> Refusals:
+    process = world.host.workers[world.sampler().engines[number].process]
+    process.seconds = 1.0
+    return Refusals(process)
+
+
+def saved(world: World, name: str = "v2") -> WeightVersion:
+    version = world.version(name)
+    return WeightVersion(
+        name=version.name, path=version.path, run_id="s-1:train:0", step=1, base_model="tiny"
+    )
+
+
+async def many(world: World, version: str = "v2", *, number: int = 40) -> set[str]:
+    asked = (world.sample(version, prompt=bytes([n]) * 128) for n in range(number))
+    return {*await asyncio.gather(*asked)}
+
+
+def state(world: World) -> str:
+    return world.sampler().replicas.state_of(V2)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_refuses_a_version_gets_no_sample_of_it(new_world, number, silent):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        await many(world, "v1")
+        refusing, other = both[number], both[1 - number]
+        refusing.versions, refusing.silent = {V2}, silent
+        began = now()
+        await world.sampler().load(saved(world))
+        assert now() - began <= LOAD_TIMEOUT + 10
+        assert state(world) == "degraded"
+        refused = world.sampler().engines[number].refused
+        expected = "did not load the weights within 1000 s" if silent else "a tensor is missing"
+        assert expected in refused[V2] and not world.sampler().engines[1 - number].refused
+        assert not {"load_failed", "worker_died"} & await many(world)
+        assert V2 not in refusing.sampled and V2 in other.sampled
+        refusing.sampled.clear()
+        await many(world, "v1")
+        assert refusing.sampled == {"s-1:train:0/v1"}, "it serves other versions"
+
+    world.run(scenario())
+
+
+def test_a_version_that_all_engines_have_is_live_and_sampled_by_all(new_world):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        await world.sampler().load(saved(world))
+        assert state(world) == "live"
+        await many(world)
+        assert all(V2 in each.sampled for each in both)
+
+    world.run(scenario())
+
+
+def test_a_version_that_one_engine_has_is_not_live(new_world):
+    world = new_world()
+
+    async def scenario():
+        await serving(world)
+        await world.sample("v2")
+        assert state(world) == "partial"
+
+    world.run(scenario())
+
+
+def test_a_later_load_makes_a_degraded_version_live(new_world):
+    world = new_world()
+
+    async def scenario():
+        first, second = await serving(world)
+        second.versions = {V2}
+        await world.sampler().load(saved(world))
+        await many(world)
+        assert V2 not in second.sampled
+        second.versions = set()
+        await world.sampler().load(saved(world))
+        assert state(world) == "live"
+        await many(world)
+        assert V2 in first.sampled & second.sampled
+
+    world.run(scenario())
+
+
+def test_an_engine_that_starts_again_loads_the_version_that_it_refused(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions = {V2}
+        await world.sampler().load(saved(world))
+        engine = world.sampler().engines[1]
+        asked = asyncio.create_task(many(world))
+        await asyncio.sleep(0.5)
+        world.host.kill(engine.process)
+        await asked
+        await many(world)
+        await until(lambda: state(world) == "live")
+        again = watched(world, 1)
+        await many(world)
+        assert V2 in again.sampled and not engine.refused
+
+    world.run(scenario())
+
+
+def test_an_added_engine_that_cannot_load_the_version_gets_no_sample_of_it(new_world, monkeypatch):
+    world = new_world(1)
+
+    async def scenario():
+        await serving(world, 1)
+        await world.sampler().load(saved(world))
+        load = ModelSampler.Load
+
+        async def refuse(self: ModelSampler, request: sampler_pb2.LoadRequest):
+            if self.spec.replica == 1:
+                failure = LoadFailed("a tensor is missing").to_failure()
+                return sampler_pb2.LoadReply(failure=failure)
+            return await load(self, request)
+
+        monkeypatch.setattr(ModelSampler, "Load", refuse)
+        await world.router.scale(world.sampler(), 2, wait=0)
+        await until(lambda: bool(world.sampler().engines[1].refused))
+        added = watched(world, 1)
+        assert state(world) == "degraded"
+        assert "load_failed" not in await many(world)
+        assert not added.sampled
+        await many(world, "base")
+        assert added.sampled == {"base/tiny"}
+
+    world.run(scenario())
+
+
+def test_an_engine_that_comes_during_a_load_has_the_version_when_it_is_live(new_world):
+    world = new_world()
+
+    async def scenario():
+        first, _ = await serving(world)
+        await many(world, "v1")
+        goes_on, load = asyncio.Event(), first._load
+
+        async def wait_and_load(request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
+            await goes_on.wait()
+            return await load(request)
+
+        first._load = wait_and_load
+        loading = asyncio.create_task(world.sampler().load(saved(world)))
+        await asyncio.sleep(1)
+        await world.router.scale(world.sampler(), 3, wait=0)
+        engines = world.sampler().engines
+        await until(lambda: len(world.sampler().replicas.serving()) == 3)
+        assert V2 not in engines[2].loaded and state(world) == "partial"
+        goes_on.set()
+        await loading
+        assert V2 in engines[2].loaded and state(world) == "live"
+
+    world.run(scenario())
+
+
+def test_a_version_that_all_engines_refuse_is_not_degraded_and_its_load_fails(new_world):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        for each in both:
+            each.versions = {V2}
+        with pytest.raises(LoadFailed, match="a tensor is missing"):
+            await world.sampler().load(saved(world))
+        for each in both:
+            each.silent = True
+        with pytest.raises(OperationTimedOut, match="did not load the weights"):
+            await world.sampler().load(saved(world))
+        assert state(world) == "partial"
+        assert not any(engine.refused for engine in world.sampler().engines)
+
+    world.run(scenario())
+
+
+def test_samples_of_a_version_without_an_engine_fail_until_it_is_loaded_again(new_world):
+    world = new_world()
+
+    async def scenario():
+        first, _ = await serving(world)
+        first.versions = {V2}
+        await world.sampler().load(saved(world))
+        await world.router.scale(world.sampler(), 1, wait=0)
+        async with asyncio.timeout(10):
+            assert await many(world) == {"load_failed"}
+            assert not first.sampled
+            first.versions = set()
+            await world.sampler().load(saved(world))
+            assert "load_failed" not in await many(world)
+
+    world.run(scenario())
+
+
+def test_a_sample_whose_engine_cannot_load_the_version_goes_to_one_that_has_it(new_world):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        await many(world, "v1")
+        await world.sample("v2")
+        without = next(n for n in (0, 1) if V2 not in world.sampler().engines[n].loaded)
+        both[without].versions = {V2}
+        assert "load_failed" not in await many(world)
+        assert world.sampler().engines[without].refused == {V2: "a tensor is missing"}
+
+    world.run(scenario())
