@@ -228,14 +228,24 @@ class EngineDelta:
 
 
 @dataclass(frozen=True)
+class EngineLoad:
+    """After a step: the samples without room in the engine, and the used share of the KV cache."""
+
+    queued: int = 0
+    kv_used: float = 0.0
+
+
+@dataclass(frozen=True)
 class StepOutput:
     """Results of ended requests, and deltas of streamed ones.
 
-    `begun` names unfinished requests that were computed for the first time."""
+    `begun` names unfinished requests that were computed for the first time. `loads` has an entry
+    for each step."""
 
     results: list[EngineResult] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
     deltas: list[EngineDelta] = field(default_factory=list)
+    loads: list[EngineLoad] = field(default_factory=list)
 
 
 class Engine(Protocol):

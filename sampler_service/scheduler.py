@@ -31,7 +31,14 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import groupby, islice
 
-from sampler_service.engine import Engine, EngineResult, EngineState, SleepLevel, StepOutput
+from sampler_service.engine import (
+    Engine,
+    EngineLoad,
+    EngineResult,
+    EngineState,
+    SleepLevel,
+    StepOutput,
+)
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
@@ -59,7 +66,8 @@ class SchedulerStatus:
     version: LoadableVersion
     running: int
     waiting: int
-    adapters: tuple[str, ...] = ()
+    adapters: tuple[str, ...]
+    load: EngineLoad
 
 
 _LOGGED_REQUESTS = 8
@@ -109,6 +117,7 @@ class Scheduler:
         self._followed: dict[str, LoadableVersion] = {}
         """The newest version per run that in-flight work was carried over to."""
         self._adapter_names: tuple[str, ...] = ()
+        self._load_of_engine = EngineLoad()
         self._reader, self._adapter_reader = (
             ReadAhead(
                 verify,
@@ -180,6 +189,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting) + len(self._submissions),
             adapters=self._adapter_names,
+            load=self._load_of_engine if self._running else EngineLoad(),
         )
 
     @property
@@ -474,6 +484,8 @@ class Scheduler:
         self._take_output(output)
 
     def _take_output(self, output: StepOutput) -> None:
+        if output.loads:
+            self._load_of_engine = output.loads[-1]
         for id_ in output.begun:
             if work := self._running.get(id_):  # otherwise a canary
                 work.begun = self._clock()

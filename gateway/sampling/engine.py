@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -18,7 +18,7 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.checkpoints.pins import Pins
 from gateway.identifiers import relative_version_folder
 from gateway.owners.usage.meter import TimeShares
-from gateway.workers.clients import EXIT_REPORT_PATIENCE
+from gateway.workers.clients import EXIT_REPORT_PATIENCE, WorkerUnavailable
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.needs import engine_share
@@ -175,6 +175,14 @@ class SamplerEngine:
             if self._client is None or row.process != self.process:
                 raise EngineLost
             return await send(self._client)
+
+    async def describe(self) -> sampler_pb2.DescribeSamplerReply | None:
+        """Return its description now, None if it is not awake or does not answer."""
+        if self._client is None or not self.has_devices:
+            return None
+        with suppress(WorkerUnavailable, TandemError):
+            return await self._client.describe()
+        return None
 
     def doubt(self, worker: Worker) -> None:
         """Find out whether a worker that failed to answer has ended."""

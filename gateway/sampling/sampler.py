@@ -165,6 +165,12 @@ class Sampler:
         return len(self.samples)
 
     @property
+    def unsent(self) -> int:
+        """The number of samples that no engine has yet."""
+        sent = sum(call.worker is not None for call in self._calls if call.work.samples)
+        return len(self.samples) - sent
+
+    @property
     def serves(self) -> bool:
         return any(engine.serves for engine in self.engines)
 

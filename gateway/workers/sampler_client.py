@@ -20,6 +20,8 @@ from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 _SILENCE = 2
 """Timeouts of silence before a sampler is given up: a load and the next sample."""
 
+_DESCRIBE_TIMEOUT = 2.0
+
 Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
 
 Tell = Callable[[sampler_pb2.SampleDelta], Awaitable[None]]
@@ -42,6 +44,12 @@ class SamplerClient:
         self._telling = 0
         self._awaited: dict[asyncio.Timeout, float] = {}
         self._next_look: asyncio.TimerHandle | None = None
+
+    async def describe(self) -> sampler_pb2.DescribeSamplerReply:
+        request = sampler_pb2.DescribeSamplerRequest()
+        return await call_worker(
+            self.worker, self._stub.Describe, request, timeout=_DESCRIBE_TIMEOUT
+        )
 
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
         return await self._unless_silent(call_worker(self.worker, self._stub.Load, request))

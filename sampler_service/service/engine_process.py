@@ -266,3 +266,4 @@ def _append(output: StepOutput, more: StepOutput) -> None:
     output.results.extend(more.results)
     output.begun.extend(more.begun)
     output.deltas.extend(more.deltas)
+    output.loads.extend(more.loads)

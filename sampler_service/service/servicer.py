@@ -74,6 +74,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             max_length=facts.max_length,
             running=status.running,
             waiting=status.waiting,
+            queued=status.load.queued,
+            kv_used=status.load.kv_used,
             max_lora_rank=facts.max_lora_rank,
             adapters=status.adapters,
         )

@@ -34,6 +34,7 @@ from vllm.v1.request import Request
 
 from sampler_service.engine import (
     EngineFacts,
+    EngineLoad,
     EngineMemory,
     EngineRequest,
     EngineResult,
@@ -240,6 +241,13 @@ class VllmEngine:
         step = StepOutput()
         self._place(step)
         self._collect(self._engine.step(), step)
+        step.loads.append(
+            EngineLoad(
+                queued=self._scheduler.get_request_counts()[1]
+                + sum(pending.request.distinct_samples for pending in self._unplaced),
+                kv_used=self._scheduler.kv_cache_manager.usage,
+            )
+        )
         return step
 
     def settle(self) -> StepOutput:

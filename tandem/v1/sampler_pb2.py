@@ -26,43 +26,43 @@ from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 from tandem.wire.v1 import tinker_pb2 as tandem_dot_wire_dot_v1_dot_tinker__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/sampler.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x1btandem/wire/v1/tinker.proto\"\x18\n\x16\x44\x65scribeSamplerRequest\"\xc8\x01\n\x14\x44\x65scribeSamplerReply\x12\x15\n\rmax_lora_rank\x18\n \x01(\x05\x12\x10\n\x08\x61\x64\x61pters\x18\x0b \x03(\t\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.tandem.v1.SamplerState\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x12\n\nmax_length\x18\x04 \x01(\x05\x12\x0f\n\x07running\x18\x08 \x01(\x05\x12\x0f\n\x07waiting\x18\t \x01(\x05\"p\n\x0bLoadRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x11\n\tin_flight\x18\x02 \x01(\x08\x12#\n\x07handoff\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Handoff\"\xc3\x01\n\tLoadReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x19\n\x11\x63\x61nary_difference\x18\x05 \x01(\x01\x12\x12\n\nhanded_off\x18\x06 \x01(\x08\x12\x17\n\x0fhandoff_failure\x18\x07 \x01(\t\"\x8d\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\x12\n\nstop_given\x18\x06 \x01(\x08\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xbc\x01\n\x10StructuredOutput\x12\x0f\n\x05regex\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x03 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x15\n\x0bjson_object\x18\x04 \x01(\x08H\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x1a\x1a\n\x07\x43hoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\x06\n\x04\x66orm\"O\n\x0eSampleRequests\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.tandem.v1.SampleRequest\x12\x11\n\tcancelled\x18\x02 \x03(\x03\"8\n\rSampleReplies\x12\'\n\x07replies\x18\x01 \x03(\x0b\x32\x16.tandem.v1.SampleReply\"\xef\x03\n\rSampleRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x07version\x18\x03 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x05\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x08 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\t \x01(\x05\x12\x0e\n\x06seq_id\x18\n \x01(\x03\x12\x1c\n\x14target_prompt_tokens\x18\x0b \x01(\x0c\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x12#\n\x16prompt_logprobs_last_n\x18\r \x01(\x05H\x00\x88\x01\x01\x12/\n\nstructured\x18\x0e \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x11\n\tin_flight\x18\x0f \x01(\x08\x12\x0e\n\x06number\x18\x10 \x01(\x03\x42\x19\n\x17_prompt_logprobs_last_n\"\xbe\x01\n\x0bSampleDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12/\n\x0bstop_reason\x18\x05 \x01(\x0e\x32\x1a.tandem.wire.v1.StopReason\x12*\n\x04topk\x18\x06 \x01(\x0b\x32\x1c.tandem.wire.v1.TopkLogprobs\x12\x0f\n\x07version\x18\x07 \x01(\t\"h\n\x0bSampleEvent\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.tandem.v1.SampleDeltaH\x00\x12\'\n\x05reply\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SampleReplyH\x00\x42\x07\n\x05\x65vent\"\xa5\x02\n\x0bSampleReply\x12\x12\n\x08response\x18\x01 \x01(\x0cH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x12)\n\x07version\x18\x03 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x05\x12\x15\n\rcached_tokens\x18\x06 \x01(\x05\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\x12\n\nmax_length\x18\x08 \x01(\x05\x12*\n\x07samples\x18\t \x03(\x0b\x32\x19.tandem.v1.SampleVersions\x12\x0e\n\x06number\x18\n \x01(\x03\x42\t\n\x07outcome\"@\n\x0eSampleVersions\x12.\n\x04runs\x18\x01 \x03(\x0b\x32 .tandem.wire.v1.TandemVersionRun*\xaf\x01\n\x0cSamplerState\x12\x1d\n\x19SAMPLER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SAMPLER_STATE_AWAKE\x10\x01\x12\x19\n\x15SAMPLER_STATE_LOADING\x10\x02\x12\x18\n\x14SAMPLER_STATE_ASLEEP\x10\x03\x12\x18\n\x14SAMPLER_STATE_WAKING\x10\x04\x12\x18\n\x14SAMPLER_STATE_FAILED\x10\x05\x32\x88\x03\n\x07Sampler\x12N\n\x08\x44\x65scribe\x12!.tandem.v1.DescribeSamplerRequest\x1a\x1f.tandem.v1.DescribeSamplerReply\x12\x34\n\x04Load\x12\x16.tandem.v1.LoadRequest\x1a\x14.tandem.v1.LoadReply\x12\x41\n\x06Sample\x12\x19.tandem.v1.SampleRequests\x1a\x18.tandem.v1.SampleReplies(\x01\x30\x01\x12\x42\n\x0cSampleStream\x12\x18.tandem.v1.SampleRequest\x1a\x16.tandem.v1.SampleEvent0\x01\x12\x38\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x16.tandem.v1.SwitchReply\x12\x36\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x16.tandem.v1.SwitchReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/sampler.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\x1a\x1btandem/wire/v1/tinker.proto\"\x18\n\x16\x44\x65scribeSamplerRequest\"\xe9\x01\n\x14\x44\x65scribeSamplerReply\x12\x15\n\rmax_lora_rank\x18\n \x01(\x05\x12\x10\n\x08\x61\x64\x61pters\x18\x0b \x03(\t\x12&\n\x05state\x18\x01 \x01(\x0e\x32\x17.tandem.v1.SamplerState\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x12\n\nmax_length\x18\x04 \x01(\x05\x12\x0f\n\x07running\x18\x08 \x01(\x05\x12\x0f\n\x07waiting\x18\t \x01(\x05\x12\x0e\n\x06queued\x18\x0c \x01(\x05\x12\x0f\n\x07kv_used\x18\r \x01(\x01\"p\n\x0bLoadRequest\x12)\n\x07version\x18\x01 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x11\n\tin_flight\x18\x02 \x01(\x08\x12#\n\x07handoff\x18\x03 \x01(\x0b\x32\x12.tandem.v1.Handoff\"\xc3\x01\n\tLoadReply\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\x12)\n\x07version\x18\x02 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\r\n\x05\x62ytes\x18\x03 \x01(\x03\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\x19\n\x11\x63\x61nary_difference\x18\x05 \x01(\x01\x12\x12\n\nhanded_off\x18\x06 \x01(\x08\x12\x17\n\x0fhandoff_failure\x18\x07 \x01(\t\"\x8d\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x13\n\x0btemperature\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\r\n\x05top_p\x18\x05 \x01(\x01\x12\x12\n\nstop_given\x18\x06 \x01(\x08\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\x05\x12\r\n\x05min_p\x18\t \x01(\x01\x12\x18\n\x10presence_penalty\x18\n \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x0b \x01(\x01\x42\r\n\x0b_max_tokensB\x07\n\x05_seed\"\xbc\x01\n\x10StructuredOutput\x12\x0f\n\x05regex\x18\x01 \x01(\tH\x00\x12\x15\n\x0bjson_schema\x18\x02 \x01(\tH\x00\x12\x35\n\x06\x63hoice\x18\x03 \x01(\x0b\x32#.tandem.v1.StructuredOutput.ChoicesH\x00\x12\x15\n\x0bjson_object\x18\x04 \x01(\x08H\x00\x12\x0e\n\x04lark\x18\x05 \x01(\tH\x00\x1a\x1a\n\x07\x43hoices\x12\x0f\n\x07\x63hoices\x18\x01 \x03(\tB\x06\n\x04\x66orm\"O\n\x0eSampleRequests\x12*\n\x08requests\x18\x01 \x03(\x0b\x32\x18.tandem.v1.SampleRequest\x12\x11\n\tcancelled\x18\x02 \x03(\x03\"8\n\rSampleReplies\x12\'\n\x07replies\x18\x01 \x03(\x0b\x32\x16.tandem.v1.SampleReply\"\xef\x03\n\rSampleRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x07version\x18\x03 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x0c\x12\x13\n\x0bnum_samples\x18\x05 \x01(\x05\x12)\n\x06params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x1c\n\x14topk_prompt_logprobs\x18\x08 \x01(\x05\x12\x1c\n\x14topk_sample_logprobs\x18\t \x01(\x05\x12\x0e\n\x06seq_id\x18\n \x01(\x03\x12\x1c\n\x14target_prompt_tokens\x18\x0b \x01(\x0c\x12\x1b\n\x13prompt_alt_tokens_k\x18\x0c \x01(\x05\x12#\n\x16prompt_logprobs_last_n\x18\r \x01(\x05H\x00\x88\x01\x01\x12/\n\nstructured\x18\x0e \x01(\x0b\x32\x1b.tandem.v1.StructuredOutput\x12\x11\n\tin_flight\x18\x0f \x01(\x08\x12\x0e\n\x06number\x18\x10 \x01(\x03\x42\x19\n\x17_prompt_logprobs_last_n\"\xbe\x01\n\x0bSampleDelta\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x04 \x01(\x08\x12/\n\x0bstop_reason\x18\x05 \x01(\x0e\x32\x1a.tandem.wire.v1.StopReason\x12*\n\x04topk\x18\x06 \x01(\x0b\x32\x1c.tandem.wire.v1.TopkLogprobs\x12\x0f\n\x07version\x18\x07 \x01(\t\"h\n\x0bSampleEvent\x12\'\n\x05\x64\x65lta\x18\x01 \x01(\x0b\x32\x16.tandem.v1.SampleDeltaH\x00\x12\'\n\x05reply\x18\x02 \x01(\x0b\x32\x16.tandem.v1.SampleReplyH\x00\x42\x07\n\x05\x65vent\"\xa5\x02\n\x0bSampleReply\x12\x12\n\x08response\x18\x01 \x01(\x0cH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x12)\n\x07version\x18\x03 \x01(\x0b\x32\x18.tandem.v1.WeightVersion\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x16\n\x0esampled_tokens\x18\x05 \x01(\x05\x12\x15\n\rcached_tokens\x18\x06 \x01(\x05\x12\x0f\n\x07seconds\x18\x07 \x01(\x01\x12\x12\n\nmax_length\x18\x08 \x01(\x05\x12*\n\x07samples\x18\t \x03(\x0b\x32\x19.tandem.v1.SampleVersions\x12\x0e\n\x06number\x18\n \x01(\x03\x42\t\n\x07outcome\"@\n\x0eSampleVersions\x12.\n\x04runs\x18\x01 \x03(\x0b\x32 .tandem.wire.v1.TandemVersionRun*\xaf\x01\n\x0cSamplerState\x12\x1d\n\x19SAMPLER_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13SAMPLER_STATE_AWAKE\x10\x01\x12\x19\n\x15SAMPLER_STATE_LOADING\x10\x02\x12\x18\n\x14SAMPLER_STATE_ASLEEP\x10\x03\x12\x18\n\x14SAMPLER_STATE_WAKING\x10\x04\x12\x18\n\x14SAMPLER_STATE_FAILED\x10\x05\x32\x88\x03\n\x07Sampler\x12N\n\x08\x44\x65scribe\x12!.tandem.v1.DescribeSamplerRequest\x1a\x1f.tandem.v1.DescribeSamplerReply\x12\x34\n\x04Load\x12\x16.tandem.v1.LoadRequest\x1a\x14.tandem.v1.LoadReply\x12\x41\n\x06Sample\x12\x19.tandem.v1.SampleRequests\x1a\x18.tandem.v1.SampleReplies(\x01\x30\x01\x12\x42\n\x0cSampleStream\x12\x18.tandem.v1.SampleRequest\x1a\x16.tandem.v1.SampleEvent0\x01\x12\x38\n\x05Sleep\x12\x17.tandem.v1.SleepRequest\x1a\x16.tandem.v1.SwitchReply\x12\x36\n\x04Wake\x12\x16.tandem.v1.WakeRequest\x1a\x16.tandem.v1.SwitchReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.sampler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SAMPLERSTATE']._serialized_start=2394
-  _globals['_SAMPLERSTATE']._serialized_end=2569
+  _globals['_SAMPLERSTATE']._serialized_start=2427
+  _globals['_SAMPLERSTATE']._serialized_end=2602
   _globals['_DESCRIBESAMPLERREQUEST']._serialized_start=91
   _globals['_DESCRIBESAMPLERREQUEST']._serialized_end=115
   _globals['_DESCRIBESAMPLERREPLY']._serialized_start=118
-  _globals['_DESCRIBESAMPLERREPLY']._serialized_end=318
-  _globals['_LOADREQUEST']._serialized_start=320
-  _globals['_LOADREQUEST']._serialized_end=432
-  _globals['_LOADREPLY']._serialized_start=435
-  _globals['_LOADREPLY']._serialized_end=630
-  _globals['_SAMPLINGPARAMS']._serialized_start=633
-  _globals['_SAMPLINGPARAMS']._serialized_end=902
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=905
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=1093
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=1059
-  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1085
-  _globals['_SAMPLEREQUESTS']._serialized_start=1095
-  _globals['_SAMPLEREQUESTS']._serialized_end=1174
-  _globals['_SAMPLEREPLIES']._serialized_start=1176
-  _globals['_SAMPLEREPLIES']._serialized_end=1232
-  _globals['_SAMPLEREQUEST']._serialized_start=1235
-  _globals['_SAMPLEREQUEST']._serialized_end=1730
-  _globals['_SAMPLEDELTA']._serialized_start=1733
-  _globals['_SAMPLEDELTA']._serialized_end=1923
-  _globals['_SAMPLEEVENT']._serialized_start=1925
-  _globals['_SAMPLEEVENT']._serialized_end=2029
-  _globals['_SAMPLEREPLY']._serialized_start=2032
-  _globals['_SAMPLEREPLY']._serialized_end=2325
-  _globals['_SAMPLEVERSIONS']._serialized_start=2327
-  _globals['_SAMPLEVERSIONS']._serialized_end=2391
-  _globals['_SAMPLER']._serialized_start=2572
-  _globals['_SAMPLER']._serialized_end=2964
+  _globals['_DESCRIBESAMPLERREPLY']._serialized_end=351
+  _globals['_LOADREQUEST']._serialized_start=353
+  _globals['_LOADREQUEST']._serialized_end=465
+  _globals['_LOADREPLY']._serialized_start=468
+  _globals['_LOADREPLY']._serialized_end=663
+  _globals['_SAMPLINGPARAMS']._serialized_start=666
+  _globals['_SAMPLINGPARAMS']._serialized_end=935
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=938
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=1126
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_start=1092
+  _globals['_STRUCTUREDOUTPUT_CHOICES']._serialized_end=1118
+  _globals['_SAMPLEREQUESTS']._serialized_start=1128
+  _globals['_SAMPLEREQUESTS']._serialized_end=1207
+  _globals['_SAMPLEREPLIES']._serialized_start=1209
+  _globals['_SAMPLEREPLIES']._serialized_end=1265
+  _globals['_SAMPLEREQUEST']._serialized_start=1268
+  _globals['_SAMPLEREQUEST']._serialized_end=1763
+  _globals['_SAMPLEDELTA']._serialized_start=1766
+  _globals['_SAMPLEDELTA']._serialized_end=1956
+  _globals['_SAMPLEEVENT']._serialized_start=1958
+  _globals['_SAMPLEEVENT']._serialized_end=2062
+  _globals['_SAMPLEREPLY']._serialized_start=2065
+  _globals['_SAMPLEREPLY']._serialized_end=2358
+  _globals['_SAMPLEVERSIONS']._serialized_start=2360
+  _globals['_SAMPLEVERSIONS']._serialized_end=2424
+  _globals['_SAMPLER']._serialized_start=2605
+  _globals['_SAMPLER']._serialized_end=2997
 # @@protoc_insertion_point(module_scope)

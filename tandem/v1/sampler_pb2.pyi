@@ -65,12 +65,19 @@ class DescribeSamplerReply(google.protobuf.message.Message):
     MAX_LENGTH_FIELD_NUMBER: builtins.int
     RUNNING_FIELD_NUMBER: builtins.int
     WAITING_FIELD_NUMBER: builtins.int
+    QUEUED_FIELD_NUMBER: builtins.int
+    KV_USED_FIELD_NUMBER: builtins.int
     max_lora_rank: builtins.int
     """The largest rank of served adapters. 0: no adapters."""
     state: Global___SamplerState.ValueType
     max_length: builtins.int
     running: builtins.int
+    """Requests in the engine, and requests for other weights or adapters."""
     waiting: builtins.int
+    queued: builtins.int
+    """Samples of running requests without room in the engine."""
+    kv_used: builtins.float
+    """The used share of the KV cache, from 0 to 1."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Names of the adapters in the engine."""
@@ -87,9 +94,11 @@ class DescribeSamplerReply(google.protobuf.message.Message):
         max_length: builtins.int = ...,
         running: builtins.int = ...,
         waiting: builtins.int = ...,
+        queued: builtins.int = ...,
+        kv_used: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "max_length", b"max_length", "max_lora_rank", b"max_lora_rank", "running", b"running", "state", b"state", "version", b"version", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapters", b"adapters", "kv_used", b"kv_used", "max_length", b"max_length", "max_lora_rank", b"max_lora_rank", "queued", b"queued", "running", b"running", "state", b"state", "version", b"version", "waiting", b"waiting"]) -> None: ...
 
 Global___DescribeSamplerReply: typing_extensions.TypeAlias = DescribeSamplerReply
 

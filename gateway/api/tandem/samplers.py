@@ -1,7 +1,9 @@
-"""Scales the engines of a sampling session or a run."""
+"""Shows and scales the engines of a sampling session or a run."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterable
 from typing import Annotated, Self
 
 from pydantic import BaseModel, Field
@@ -10,6 +12,7 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tinker.sampling import sampler_of
+from gateway.sampling.replicas import VersionState
 from gateway.sampling.sampler import Sampler
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
@@ -58,6 +61,85 @@ class ScaledSampler(EngineCounts):
 
     base_model: str
     sessions: list[str]
+
+
+class SamplerEngineState(Answer):
+    """`worker` is empty without a process. `refused` has the versions that the engine refused
+    although others serve them, with reasons. It gets no samples of these. `running` counts its
+    requests, `waiting` requests for other weights, `queued` samples without room. `kv_used` is the
+    used share of its KV cache. The numbers are null unless the engine is awake and answers."""
+
+    replica: int
+    worker: str
+    state: str
+    versions: list[str]
+    refused: dict[str, str]
+    running: int | None
+    waiting: int | None
+    queued: int | None
+    kv_used: float | None
+
+
+class ServedVersion(Answer):
+    """`live`: all serving engines have the version. `degraded`: an engine refused it. `partial`:
+    some engines have it, and others load it for their next sample."""
+
+    name: str
+    state: VersionState
+
+
+class SamplerState(ScaledSampler):
+    """`waiting` counts samples and requests without room, in the gateway and in the engines.
+    `kv_used` is the fullest engine's. Sessions and weights of other owners are absent."""
+
+    waiting: int
+    kv_used: float
+    versions: list[ServedVersion]
+    engines: list[SamplerEngineState]
+
+
+@router.operation(
+    "GET",
+    "/samplers/{target}",
+    role="reader",
+    errors=[SessionFinished, UnknownRun, UnknownSampler, UnknownSession],
+    rules=["A session must have one sampler; with several, a run or a sampling session is named."],
+)
+async def sampler_state(target: PathText, access: AccessDep) -> SamplerState:
+    """Return the engines of a run, a sampling session, or a session with one sampler, with their
+    versions and load."""
+    sampler = await _sampler(target, access)
+    mine = {each.id for each in access.gateway.sessions.all() if access.caller.may_see(each.owner)}
+
+    def seen(names: Iterable[str]) -> list[str]:
+        return sorted(n for n in names if n.startswith("base/") or n.partition(":")[0] in mine)
+
+    abouts = await asyncio.gather(*(engine.describe() for engine in sampler.engines))
+    known = [about for about in abouts if about is not None]
+    names = seen({name for each in sampler.engines for name in (*each.loaded, *each.refused)})
+    return SamplerState.of_sampler(
+        sampler,
+        base_model=sampler.model.name,
+        sessions=sorted(sampler.users & mine),
+        waiting=sampler.unsent + sum(about.waiting + about.queued for about in known),
+        kv_used=max((about.kv_used for about in known), default=0.0),
+        versions=[
+            ServedVersion(name=name, state=sampler.replicas.state_of(name)) for name in names
+        ],
+        engines=[
+            SamplerEngineState.of(
+                engine,
+                worker=engine.process,
+                versions=seen(engine.loaded),
+                refused={name: engine.refused[name] for name in seen(engine.refused)},
+                running=about.running if about else None,
+                waiting=about.waiting if about else None,
+                queued=about.queued if about else None,
+                kv_used=about.kv_used if about else None,
+            )
+            for engine, about in zip(sampler.engines, abouts, strict=True)
+        ],
+    )
 
 
 @router.operation(

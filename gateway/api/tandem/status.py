@@ -237,7 +237,13 @@ async def status(access: AccessDep) -> Status:
                 state=engine.state if engine in sampler.engines else "leaving",
                 reason=engine.explain()
                 if engine.state == "queued"
-                else engine.silence or engine.reason,
+                else engine.silence
+                or engine.reason
+                or "; ".join(
+                    f"it refused {name}: {reason}"
+                    for name, reason in engine.refused.items()
+                    if seen_version(name)
+                ),
                 session_id=engine.session_id if seen(engine.session_id) else "",
                 worker=name_of(engine.worker),
                 weight_version=engine.weights

@@ -116,6 +116,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "audit_log": ADMIN,
     "add_model": ADMIN,
     "remove_model": (401, 403, 403, 403, 204),
+    "sampler_state": OWN_LOOK,
     "scale_sampler": OWN_CHANGE,
     "change_sampling_session": OWN_CHANGE,
     "drain_group": ADMIN,

@@ -294,6 +294,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "list_models": _get(f"{OWN}/models"),
     "list_groups": _get(f"{OWN}/groups"),
     "metrics_targets": _get(f"{OWN}/metrics/targets"),
+    "sampler_state": lambda w: Call(f"{OWN}/samplers/{w.run}"),
     "scale_sampler": lambda w: Call(f"{OWN}/samplers/{w.run}/replicas", {"replicas": 1}),
     "change_sampling_session": lambda w: Call(f"{OWN}/sampling_sessions/{w.sampler}", {}),
     "drain_group": _get(f"{OWN}/groups/spare/drain"),
