@@ -42,6 +42,11 @@ def test_what_a_run_was_scaled_to_outlives_the_gateway_until_its_session_ends(st
         answer = scale(gate, run, 2).json()
         assert (answer["replicas"], answer["leaving"], placed(gate)) == (2, 0, [1, 1])
         wait_until(lambda: scale(gate, run, 2).json()["serving"] == 2)
+        shown = gate.http().get(f"{OWN}/samplers/{run}").json()
+        assert (shown["serving"], shown["sessions"], shown["kv_used"]) == (2, [session], 0.0)
+        assert [each["replica"] for each in shown["engines"]] == [0, 1]
+        (version,) = shown["versions"]
+        assert version["state"] == "live" and version["name"].startswith("base/")
         refused = scale(gate, run, 3)
         assert refused.status_code == 400 and refused.json()["type"] == "invalid_request"
         assert "another engine of the same sampler is on group s1" in refused.json()["error"]

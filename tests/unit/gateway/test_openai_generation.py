@@ -24,7 +24,7 @@ class FakeSamplers:
         self.taken = []
         self.cancelled = []
 
-    def submit(self, _sampler, *, future, request, tell):
+    def submit(self, _sampler, *, future, request, tell, check):
         self.taken.append(SimpleNamespace(future=future, request=request, tell=tell))
 
     def cancel(self, request_id):
@@ -56,6 +56,7 @@ def make_generation(*, state="ready", closing=False, operation_timeout=1800.0):
         sampler=sampler,
         owner="ann",
         builder=None,
+        check=lambda _version: None,
         poll_interval=0.01,
         max_unread=MAX_UNREAD,
     )
