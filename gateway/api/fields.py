@@ -82,6 +82,14 @@ Offset = Annotated[int, Field(ge=0, le=2**53)]
 ProjectFilter = Annotated[str | Omitted, Field(max_length=200)]
 
 
+class VersionRunInfo(Answer):
+    """Consecutive tokens from one weight version of an optimizer step."""
+
+    version: str
+    step: int
+    tokens: int
+
+
 class Refusal(Answer):
     """A refused request. `error` is a sentence for people, `type` a word for programs. The category
     tells whether the request was wrong or the platform failed."""

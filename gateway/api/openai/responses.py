@@ -31,12 +31,13 @@ _MIN_LOGPROB = -9999.0
 @dataclass(frozen=True)
 class NewTokens:
     """New tokens of one sample, with logprobs and requested alternatives. `finish` comes with the
-    last tokens."""
+    last tokens. `versions` are set for a whole in-flight sample."""
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     alternatives: Sequence[Alternatives] = ()
     finish: FinishReason | None = None
+    versions: Sequence[tinker_pb2.TandemVersionRun] = ()
 
     @staticmethod
     def of_sample(
@@ -52,6 +53,7 @@ class NewTokens:
             logprobs=array("f", sample.logprobs),
             alternatives=_alternatives(topk, count=len(ids)),
             finish=("length" if length else "stop") if finished else None,
+            versions=getattr(sample, "tandem_versions", ()),
         )
 
 
@@ -122,6 +124,11 @@ class Choice:
             written["token_ids"] = [position.token for position in self.shown]
             if stage != "part":
                 written["prompt_token_ids"] = list(self._prompt.token_ids)
+        if tokens.versions:
+            names = ("version", "step", "tokens")
+            written["tandem_versions"] = [
+                {name: getattr(run, name) for name in names} for run in tokens.versions
+            ]
         return written
 
     def _add(self, tokens: NewTokens) -> None:
@@ -275,6 +282,8 @@ class ResponseBuilder:
             for choice, (one, sample) in zip(self._choices, sequences, strict=True)
         ]
         content = {**self._heading, "choices": written, "usage": self._usage()}
+        if version := samples[-1].tandem_weight_version:  # later than asked for, in flight
+            content["tandem_weight_version"] = version
         if self._is_chat and self._request.return_token_ids:
             content["prompt_token_ids"] = list(self._prompts[0].token_ids)
         return content
@@ -296,7 +305,8 @@ class ResponseBuilder:
         part = choice.write_tokens(tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
         if choice.new_text or choice.finish or (shows_tokens and choice.shown):
-            return [self._chunk(part)]
+            chunk = self._chunk(part)
+            return [chunk | {"tandem_weight_version": delta.version} if delta.version else chunk]
         return []
 
     def closing(self) -> list[Json]:

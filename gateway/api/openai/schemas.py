@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.api.bounds import BoundFields
 from gateway.api.errors import InvalidField
-from gateway.api.fields import Answer
+from gateway.api.fields import Answer, VersionRunInfo
 from gateway.api.request_body import FirstFault, Ints, Texts
 
 Json = dict[str, object]
@@ -288,12 +288,14 @@ class _Response(Answer):
 
 
 class _Choice(Answer):
-    """`token_ids` and `prompt_token_ids` need `return_token_ids`, as in vLLM."""
+    """`token_ids` and `prompt_token_ids` need `return_token_ids`, as in vLLM. `tandem_versions` are
+    the weight versions of the tokens of an in-flight sample."""
 
     index: int = Field(ge=0)
     finish_reason: FinishReason
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    tandem_versions: list[VersionRunInfo] | None = None
 
 
 class CompletionLogprobs(Answer):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from google.protobuf.message import Message
 from pydantic import BaseModel, Field
 
-from gateway.api.fields import Answer
+from gateway.api.fields import Answer, VersionRunInfo
 from gateway.api.request_body import FirstFault, Ints, parse_json, validate
 from gateway.api.tinker.sampling import Prompt, packed_integers, prompt_tokens
 from gateway.api.tinker.service import json_refused
@@ -88,12 +88,14 @@ class ForwardBackwardResult(Answer):
 
 
 class Sequence(Answer):
-    """`topk_logprobs` has pairs of token and logprob for each position."""
+    """`topk_logprobs` has pairs of token and logprob for each position. `versions` of the tokens
+    are given for an in-flight sample."""
 
     stop_reason: Literal["stop", "length"]
     tokens: Ints
     logprobs: Logprobs | None
     topk_logprobs: list[list[tuple[int, float]]] | None
+    versions: list[VersionRunInfo] | None
 
 
 class SampleResult(Answer):
@@ -177,6 +179,7 @@ def _sample_result(response: wire.SampleResponse) -> SampleResult:
                 tokens=array("i", each.tokens).tolist(),
                 logprobs=_given(each, "logprobs", _floats),
                 topk_logprobs=_given(each, "topk_sampled_logprobs", _topk),
+                versions=[VersionRunInfo.of(run) for run in each.tandem_versions] or None,
             )
             for each in response.sequences
         ],

@@ -132,7 +132,7 @@ class UsageMeter:
 class SampleSpan:
     """One request at its engine. `started_at` is in seconds since 1970. `error` is the error's
     type, "" on success. `weight_version` is the sampled version, the last one for an `in_flight`
-    request."""
+    request, and `weight_step` its optimizer step."""
 
     request_id: str
     session_id: str
@@ -144,6 +144,7 @@ class SampleSpan:
     sampled_tokens: int
     error: str
     in_flight: bool = False
+    weight_step: int = 0
 
 
 class SampleMeter:
@@ -193,6 +194,7 @@ class SampleMeter:
                 sampled_tokens=reply.sampled_tokens,
                 error=reply.failure.type,
                 in_flight=request.in_flight,
+                weight_step=(reply if reply.version.name else request).version.step,
             )
             self._remember(span)
             if reply.samples:

@@ -71,6 +71,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "add_rollouts": OWN_CHANGE,
     "run_rollouts": OWN_LOOK,
     "sampled_versions": OWN_LOOK,
+    "many_sampled_versions": EVERYBODY,
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,
     "delete_own_key": (401, 204, 204, 204, 204),

@@ -1,14 +1,27 @@
 """Bounds on the weights of samples: `min_version` and `max_staleness`.
 
-A run's first save for sampling is version 1 of step 0. Each further save follows one step."""
+A version has the number of its save among the run's operations."""
 
 from __future__ import annotations
 
+import asyncio
+
+import openai
 import pytest
 import tinker
 from tinker import types
 
+from tests.support.gateway.access_world import Call
+from tests.support.gateway.requests import asample
 from tests.support.gateway.running import Gate
+from tests.support.gateway.runs import SELDOM
+from tests.support.gateway.speaking_models import (
+    async_client_of,
+    client_of,
+    complete,
+    says,
+    speaking_gateway,
+)
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -99,38 +112,223 @@ def test_null_clears_a_bound_and_a_missing_field_keeps_it(gate, training):
     assert ask(sampler).result().sequences
 
 
-def test_a_sample_that_waits_is_checked_again_before_it_is_sent(gate, service):
-    """The engine starts only after the trainer has gone on."""
-    training = service.create_lora_training_client("tiny:full").result()
+def hold(sampler) -> asyncio.Event:
+    """Hold back a sampler's samples before they are sent, until the returned event is set."""
+    event, assigned = asyncio.Event(), sampler._assigned
+
+    async def later(work):
+        if work.samples:  # a load goes on
+            await event.wait()
+        return await assigned(work)
+
+    sampler._assigned = later
+    return event
+
+
+def sampler_of(gate: Gate, session_id: str):
+    return next(each for each in gate.gateway.samplers.all() if session_id in each.users)
+
+
+def test_a_sample_that_waits_is_checked_again_before_it_is_sent(gate, training):
     sampler = training.save_weights_and_get_sampling_client().result()
     bound(gate, sampler, max_staleness=0)
-    router = gate.gateway.samplers
-    sampling = gate.run(lambda: gate.gateway.sampling._active[sampler._sampling_session_id])
-    engine = gate.worker(f"sampler-{sampling.session_id}")[1]
-    held = next(each for each in router.all() if sampling.session_id in each.users)
-    loads = len(engine.requests)
-    blocked = gate.run(lambda: hold(held))
+    session_id = training.model_id.partition(":")[0]
+    held, engine = sampler_of(gate, session_id), gate.worker(f"sampler-{session_id}")[1]
+    sent = len(engine.requests)
+    goes_on = gate.run(lambda: hold(held))
     waiting = ask(sampler)
     wait_until(lambda: held.waiting == 1)
     step(training)
-    gate.run(blocked.set)
+    gate.run(goes_on.set)
     with pytest.raises(tinker.RequestFailedError) as caught:
         waiting.result()
     assert "stale_version: version 1 of" in str(caught.value)
     assert "1 steps behind its trainer, and max_staleness is 0" in str(caught.value)
     assert caught.value.category is types.RequestErrorCategory.User
-    assert len(engine.requests) == loads, "no engine has seen it"
+    assert len(engine.requests) == sent, "no engine has seen it"
 
 
-def hold(sampler):
-    """Hold back a sampler's samples before they are sent, until the returned event is set."""
-    import asyncio
+def test_an_in_flight_sample_that_waits_is_checked_with_the_version_that_would_serve(
+    gate, training
+):
+    sampler = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    bound(gate, sampler, max_staleness=0)
+    held = sampler_of(gate, training.model_id.partition(":")[0])
+    goes_on = gate.run(lambda: hold(held))
+    waiting = ask(sampler)
+    wait_until(lambda: held.waiting == 1)
+    step(training)
+    training.save_weights_and_get_sampling_client(kind="inflight").result()
+    gate.run(goes_on.set)
+    assert waiting.result().sequences, "the version of step 1 answers, not that of step 0"
+    step(training)
+    refused(sampler)
 
-    event, assigned = asyncio.Event(), sampler._assigned
 
-    async def later(work):
-        await event.wait()
-        return await assigned(work)
+@pytest.mark.parametrize("bounds", [{"min_version": 0}, {"max_staleness": 5}])
+def test_a_base_model_cannot_be_bounded(gate, service, bounds):
+    sampler = service.create_sampling_client(base_model="tiny").result()
+    answer = bound(gate, sampler, **bounds)
+    assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+    assert "a base model has one version" in answer.json()["error"]
+    assert ask(sampler).result().sequences
+    with gate.http() as client:
+        answer = asample(client, sampler._sampling_session_id, 77, **bounds)
+    assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
 
-    sampler._assigned = later
-    return event
+
+@pytest.mark.parametrize("bounds", [{"min_version": -1}, {"max_staleness": "many"}])
+def test_a_bound_is_a_number_from_0(gate, training, bounds):
+    sampler = training.save_weights_and_get_sampling_client().result()
+    answer = bound(gate, sampler, **bounds)
+    assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+
+
+def test_published_weights_of_another_owner_cannot_be_bounded(world):
+    own = tinker.RestClient(base_url=world.gate.url, api_key=world.keys["member"])
+    own.publish_checkpoint_from_tinker_path(world.weights).result()
+    ben = tinker.ServiceClient(base_url=world.gate.url, api_key=world.keys["foreign"])
+    sampler_id = ben.create_sampling_client(model_path=world.weights).result()._sampling_session_id
+    for bounds in ({"min_version": 1}, {"max_staleness": 100}):
+        call = Call(f"{OWN}/sampling_sessions/{sampler_id}", bounds)
+        answer = world.ask("PATCH", call, key=world.keys["foreign"])
+        assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
+        assert "another owner's" in answer.json()["error"]
+    stranger = world.ask("PATCH", call, key=world.keys["member"])
+    assert (stranger.status_code, stranger.json()["type"]) == (404, "unknown_sampler")
+
+
+def test_staleness_needs_a_trainer(gate, service):
+    training = service.create_lora_training_client("tiny:full").result()
+    sampler = training.save_weights_and_get_sampling_client().result()
+    bound(gate, sampler, max_staleness=1)
+    with gate.http() as client:
+        where = f"{OWN}/runs/{training.model_id}/stop"
+        assert client.post(where, json={"discard": True}).is_success
+    run = gate.gateway.runs.get(training.model_id)
+    wait_until(lambda: run is None or run.error is not None)
+    with pytest.raises(tinker.BadRequestError, match="that run has ended"):
+        ask(sampler).result()
+    bound(gate, sampler, max_staleness=None, min_version=1)
+    assert ask(sampler).result().sequences
+
+
+def test_a_request_may_have_bounds_of_its_own_beside_its_sessions(gate, training):
+    sampler = training.save_weights_and_get_sampling_client().result()
+    sampler_id = sampler._sampling_session_id
+    step(training)
+    bound(gate, sampler, max_staleness=1)
+    with gate.http() as client:
+        for seq_id, (bounds, status) in enumerate(
+            [
+                ({}, 200),
+                ({"min_version": 1}, 200),
+                ({"min_version": 2}, 412),
+                ({"max_staleness": 1}, 200),
+                ({"max_staleness": 0}, 412),
+            ]
+        ):
+            answer = asample(client, sampler_id, 100 + seq_id, **bounds)
+            assert answer.status_code == status, bounds
+        step(training)
+        answer = asample(client, sampler_id, 200, max_staleness=2)
+        assert answer.status_code == 412, "the session's bound holds, too"
+
+
+def test_bounds_outlive_a_restart_of_the_gateway_also_before_the_trainer_is_back(start):
+    """The trainer has no snapshot, so its step follows from the recorded steps."""
+    with start(recovery=SELDOM) as gate:
+        training = gate.service().create_lora_training_client("tiny:full").result()
+        sampler_id = training.save_weights_and_get_sampling_client().result()._sampling_session_id
+        bound(gate, sampler_id, min_version=1, max_staleness=1)
+        step(training, steps=2)
+    with start(recovery=SELDOM) as gate, gate.http() as client:
+        kept = bound(gate, sampler_id).json()
+        assert (kept["min_version"], kept["max_staleness"]) == (1, 1)
+        answer = asample(client, sampler_id)
+        assert (answer.status_code, answer.json()["type"]) == (412, "stale_version")
+        assert "is 2 steps behind its trainer" in answer.json()["error"]
+
+
+# --- /v1 ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    with speaking_gateway(tmp_path_factory.mktemp("openai"), session_ttl=600) as gate:
+        yield gate
+
+
+@pytest.fixture(scope="module")
+def speaker(speaking):
+    """A run whose newest weights are version 4 of step 1. Its trainer is at step 2."""
+    with speaking.service() as service:
+        run = service.create_lora_training_client("speaker:full").result()
+        run.save_weights_and_get_sampling_client().result()
+        step(run)
+        run.save_weights_and_get_sampling_client().result()
+        step(run)
+        yield run
+
+
+@pytest.mark.parametrize(
+    "bounds", [{"min_version": 4}, {"max_staleness": 1}, {"min_version": 1, "max_staleness": 5}]
+)
+def test_v1_answers_within_the_bounds_of_its_request(speaking, speaker, bounds):
+    client = client_of(speaking)
+    complete(client, model=speaker.model_id)
+    says(speaking, "ok")
+    answer = complete(client, model=speaker.model_id, extra_body=bounds)
+    assert answer.choices[0].text == "ok"
+    assert "/v000004-" in answer.tandem_weight_version
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("bounds", [{"min_version": 5}, {"max_staleness": 0}])
+def test_v1_refuses_a_stale_version_before_the_first_token(speaking, speaker, bounds, stream):
+    client = client_of(speaking)
+    for ask_one in (
+        lambda: complete(client, model=speaker.model_id, stream=stream, extra_body=bounds),
+        lambda: client.chat.completions.create(
+            model=speaker.model_id,
+            messages=[{"role": "user", "content": "hi"}],
+            stream=stream,
+            extra_body=bounds,
+        ),
+    ):
+        with pytest.raises(openai.APIStatusError) as caught:
+            ask_one()
+        assert caught.value.status_code == 412
+        assert caught.value.body["code"] == "stale_version"
+        assert caught.value.body["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_v1_checks_a_request_again_before_it_is_sent(speaking, speaker, stream):
+    client = client_of(speaking)
+    complete(client, model=speaker.model_id)
+    held = speaking.gateway.samplers.all()[-1]
+    assigned = held._assigned
+    goes_on = speaking.run(lambda: hold(held))
+    async with async_client_of(speaking) as client:
+        run = speaking.gateway.runs.get(speaker.model_id)
+        asked = asyncio.create_task(
+            client.completions.create(
+                model=speaker.model_id,
+                prompt="x",
+                stream=stream,
+                extra_body={"max_staleness": run.step - 1},
+            )
+        )
+        await asyncio.to_thread(wait_until, lambda: held.waiting == 1)
+        await asyncio.to_thread(step, speaker)
+        speaking.run(goes_on.set)
+        with pytest.raises(openai.APIStatusError) as caught:
+            await asked
+    held._assigned = assigned
+    assert (caught.value.status_code, caught.value.body["code"]) == (412, "stale_version")
+
+
+def test_v1_bounds_no_base_model(speaking):
+    with pytest.raises(openai.BadRequestError, match="a base model has one version"):
+        complete(client_of(speaking), extra_body={"min_version": 1})

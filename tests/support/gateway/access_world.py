@@ -316,6 +316,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "list_run_events": lambda w: Call(f"{OWN}/runs/{w.run}/events"),
     "log_files": _get(f"{OWN}/logs/files"),
     "log_lines": lambda w: Call(f"{OWN}/logs?run={w.run}"),
+    "many_sampled_versions": _get(f"{OWN}/samples/versions?ids=s-000000000000:sample:0:0"),
     "sampled_versions": lambda w: Call(f"{OWN}/samples/{w.sample}/versions"),
     "exchange_token": _api("auth/token"),
     "own_key": _get(f"{API}/auth/apikey/me"),
