@@ -221,6 +221,8 @@ def _seeds() -> Mapping[str, object]:
             "base_model": "tiny",
             "model_path": None,
         },
+        "change_sampling_session": {"min_version": None, "max_staleness": 2},
+        "score_sequences": {"sampling_session_id": SAMPLER, "sequences": [[1, 2, 3], [4], []]},
         "join_sampling_session": {"sampling_session_id": SAMPLER},
         "asample": {
             "sampling_session_id": SAMPLER,
@@ -234,6 +236,8 @@ def _seeds() -> Mapping[str, object]:
                 "temperature": 1.0,
                 "top_k": -1,
                 "top_p": 1.0,
+                "min_p": 0.1,
+                "presence_penalty": 1.0,
             },
             "prompt_logprobs": True,
             "topk_prompt_logprobs": 0,

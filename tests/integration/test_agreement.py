@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import numpy as np
 from tinker import ServiceClient, TrainingClient, types
 
@@ -16,7 +17,7 @@ from tests.support.sdk import (
     sequences,
     train,
 )
-from tests.support.stacks import TIED
+from tests.support.stacks import TIED, TestStack
 
 TOLERANCE = 1e-4
 
@@ -73,3 +74,28 @@ def test_the_tokenizer_is_found_by_the_models_path(
     sampler = service.create_sampling_client(base_model=str(models[TIED])).result(timeout=TIMEOUT)
     assert sampler.get_tokenizer().decode([13, 14]) == "*+"
     assert len(sample(sampler, [5, 6, 7], tokens=3)[0].tokens) == 3
+
+
+def test_a_list_of_sequences_is_scored_as_the_sdk_scores_each(
+    service: ServiceClient, stack: TestStack
+) -> None:
+    sampler = service.create_sampling_client(base_model=TIED).result(timeout=TIMEOUT)
+    tokens = [[5], *(each[: 2 + i % 9] for i, each in enumerate(sequences(80, seed=71)))]
+    expected = [
+        future.result(timeout=TIMEOUT)
+        for future in [sampler.compute_logprobs(types.ModelInput.from_ints(t)) for t in tokens]
+    ]
+    endpoint = stack.stack.endpoint
+    answer = httpx.post(
+        f"{endpoint.url}/api/tandem/v1/logprobs",
+        headers={"X-API-Key": endpoint.api_key},
+        json={"model": TIED, "sequences": [*tokens[:40], [5, 10**6], *tokens[40:]]},
+        timeout=TIMEOUT,
+    ).json()
+    assert answer["weight_version"] == f"base/{TIED}"
+    wrong = answer["sequences"].pop(40)
+    assert (wrong["index"], wrong["logprobs"]) == (40, None)
+    assert wrong["failure"]["type"] == "token_out_of_vocabulary"
+    assert [each["logprobs"][0] for each in answer["sequences"]] == [None] * len(tokens)
+    for each, logprobs_ in zip(answer["sequences"], expected, strict=True):
+        assert np.allclose(each["logprobs"][1:], logprobs_[1:], rtol=0, atol=TOLERANCE)

@@ -43,6 +43,7 @@ class EngineStarting(WorkerStartFailed):
     """The engine is still starting, so a retry helps."""
 
     type = "engine_starting"
+    status = 503
 
 
 class InferenceService:
@@ -261,7 +262,7 @@ class Generation:
                     event = await self._events.get()
             except TimeoutError:
                 self._gateway.sessions.touch(self._session.session_id)
-                self._check_timeouts()
+                check_wait(self._gateway, self._sampler, self._futures[-1], since=self._started_at)
                 continue
             if isinstance(event, Exception):
                 raise event
@@ -279,15 +280,19 @@ class Generation:
                 self._gateway.samplers.cancel(future.request_id)
         self._gateway.sessions.touch(self._session.session_id)
 
-    def _check_timeouts(self) -> None:
-        waited = time.monotonic() - self._started_at
-        if self._gateway.futures.closing:
-            raise GatewayRestarted("the gateway is shutting down; retry a little later")
-        if not self._sampler.serves and waited > START_TIMEOUT:
-            why = self._futures[-1].describe().reason
-            raise EngineStarting(f"{why}; it goes on, so retry a little later")
-        limit = self._gateway.settings.operation_timeout
-        if waited > limit:
-            raise OperationTimedOut(
-                f"no response within {limit:g} s; ask for fewer tokens, or retry later"
-            )
+
+def check_wait(gateway: Gateway, sampler: Sampler, future: Future, *, since: float) -> None:
+    """Raise if a request has waited too long for a sample. `since` is on the monotonic clock.
+
+    Raises `EngineStarting`, `OperationTimedOut` or `GatewayRestarted`."""
+    waited = time.monotonic() - since
+    if gateway.futures.closing:
+        raise GatewayRestarted("the gateway is shutting down; retry a little later")
+    if not sampler.serves and waited > START_TIMEOUT:
+        why = future.describe().reason
+        raise EngineStarting(f"{why}; it goes on, so retry a little later")
+    limit = gateway.settings.operation_timeout
+    if waited > limit:
+        raise OperationTimedOut(
+            f"no response within {limit:g} s; ask for fewer tokens, or retry later"
+        )

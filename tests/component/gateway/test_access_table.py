@@ -70,6 +70,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "run_metrics": OWN_LOOK,
     "add_rollouts": OWN_CHANGE,
     "run_rollouts": OWN_LOOK,
+    "score_sequences": OWN_CHANGE,
     "sampled_versions": OWN_LOOK,
     "many_sampled_versions": EVERYBODY,
     "exchange_token": EVERYBODY,

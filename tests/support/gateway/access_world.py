@@ -317,6 +317,9 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "log_files": _get(f"{OWN}/logs/files"),
     "log_lines": lambda w: Call(f"{OWN}/logs?run={w.run}"),
     "many_sampled_versions": _get(f"{OWN}/samples/versions?ids=s-000000000000:sample:0:0"),
+    "score_sequences": lambda w: Call(
+        f"{OWN}/logprobs", {"sampling_session_id": w.sampler, "sequences": [[1, 2]]}
+    ),
     "sampled_versions": lambda w: Call(f"{OWN}/samples/{w.sample}/versions"),
     "exchange_token": _api("auth/token"),
     "own_key": _get(f"{API}/auth/apikey/me"),
