@@ -30,6 +30,7 @@ from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.time_shares import Timelines
 from gateway.owners.usage.trace_exports import TraceExporter
+from gateway.recorder.store import TraceStore
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
 from gateway.runs.journal import Journal
@@ -161,6 +162,7 @@ class Gateway:
         self.usage_reports = BillingReports(database=database, usage=self.usage)
         self.timelines = Timelines()
         self.samples = SampleMeter(usage=self.usage, timelines=self.timelines)
+        self.recorder = TraceStore(folder=private / "traces", limits=self.limits)
         self.traces = TraceExporter(database=database, samples=self.samples, key=signing_key)
         self.futures = FutureTable(
             folder=private / "results" / "samples",
@@ -315,6 +317,7 @@ class Gateway:
         await take_bootstrap_key(self.settings, keys=self.keys, audit=self.audit)
         check_listening(self.settings, keys=self.keys)
         await self.futures.clear_folder()
+        await self.recorder.open()
         await self.models.read_models()
         for name, path in self.settings.models.items():  # before sessions, which may use them
             await self.models.add(name=name, path=str(path))

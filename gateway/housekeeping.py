@@ -1,5 +1,5 @@
 """Periodic work: expiry of sessions, results, checkpoints and idle samplers, removal of old
-history, search for new base models, and a measurement of the event loop."""
+history and traces, search for new base models, and a measurement of the event loop."""
 
 from __future__ import annotations
 
@@ -125,6 +125,7 @@ class Housekeeping:
         await self._collect(sorted(touched))
         gateway.collector.empty_trash_soon()
         await gateway.journal.expire()
+        await gateway.recorder.expire()
 
     async def _tidy_logs(self) -> None:
         try:

@@ -191,6 +191,16 @@ class UnknownKey(UserError):
     status = 404
 
 
+class UnknownTrace(UserError):
+    status = 404
+
+
+class TraceEnded(UserError):
+    """The trace has expired or is full, so it takes no more turns."""
+
+    status = 410
+
+
 class UnknownGroup(UserError):
     status = 404
 

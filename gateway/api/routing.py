@@ -288,14 +288,14 @@ def identify(scope: Scope) -> Caller:
     gateway = cast(Gateway, scope["app"].state.gateway)
     state = scope.setdefault("state", {})
     try:
-        caller = state["caller"] = gateway.identity.identify(_credential(scope))
+        caller = state["caller"] = gateway.identity.identify(credential_of(scope))
     except Unauthenticated as refusal:
         state[KEY_REFUSED] = refusal.type
         raise
     return caller
 
 
-def _credential(scope: Scope) -> bytes:
+def credential_of(scope: Scope) -> bytes:
     headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of several
     if (key := headers.get(b"x-api-key")) is not None:
         return key

@@ -29,12 +29,14 @@ _FREE: Mapping[str, str] = {
     "runs": f"{_CLOSE}, and their runs end. Checkpoints stay",
     "samplers": f"{_CLOSE}, and their samplers end",
     "sampling_sessions": f"{_CLOSE}; ephemeral ones that nobody uses end by themselves",
+    "traces": "delete the traces that you have read; ended ones are deleted after a day",
     "checkpoint_bytes": "delete checkpoints (`tinker checkpoint delete`), or give them a ttl "
     "(`tinker checkpoint set-ttl`)",
 }
 BOUNDS = {
     "sampling_sessions": 10_000,
     "custom_losses": 1024,
+    "traces": 10_000,
     "held_bytes": 256 * 2**20,
     "held_bytes_in_all": 2**30,
     "body_bytes": 256 * 2**20,

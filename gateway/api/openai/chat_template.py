@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -79,6 +80,27 @@ class ChatTemplate:
     def render(self, request: ChatCompletionRequest) -> str:
         """Return the text for the model to continue. Raises `InvalidRequest` or a subclass if a
         message or the template fails, or a bound is exceeded."""
+        messages = [_message(message, at=index) for index, message in enumerate(request.messages)]
+        if not request.continue_final_message:
+            return self._render(request, messages)
+        messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{_SPACED_MARK}"}
+        return _cut_at_mark(self._render(request, messages))
+
+    def render_after(self, request: ChatCompletionRequest, *, answer: int) -> str | None:
+        """Return the part of the text after the content of an assistant's message, which ends its
+        turn. The content itself does not matter. Return None if the template hides or needs it.
+        Raises as `render`."""
+        messages = [_message(message, at=index) for index, message in enumerate(request.messages)]
+        sign = f"\u2060{secrets.token_hex(8)}\u2060"  # no message has it
+        messages[answer] = {"role": "assistant", "content": sign}
+        try:
+            text = self._render(request, messages)
+        except InvalidRequest:  # such as a template that wants a call before each tool's result
+            return None
+        _before, found, after = text.partition(sign)
+        return after if found else None
+
+    def _render(self, request: ChatCompletionRequest, messages: list[Json]) -> str:
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
             raise InvalidField(
@@ -86,10 +108,7 @@ class ChatTemplate:
                 "request if there is one, or leave it out",
                 param="chat_template_kwargs",
             )
-        messages = [_message(message, at=index) for index, message in enumerate(request.messages)]
-        if request.continue_final_message:
-            messages[-1] = {**messages[-1], "content": f"{messages[-1]['content']}{_SPACED_MARK}"}
-        tools = request.tools if request.tools and request.tool_choice != "none" else None
+        tools = request.shown_tools
         variables = {
             **self._special_tokens,
             **given,
@@ -99,12 +118,11 @@ class ChatTemplate:
             "add_generation_prompt": request.add_generation_prompt,
         }
         try:
-            text = self._bounded_text(self._choose(with_tools=bool(tools)), variables)
+            return self._bounded_text(self._choose(with_tools=bool(tools)), variables)
         except Exception as error:  # a template can raise anything
             raise InvalidRequest(
                 f"the model's chat template refuses these messages: {describe(error)}"
             ) from error
-        return _cut_at_mark(text) if request.continue_final_message else text
 
     def _choose(self, *, with_tools: bool) -> jinja2.Template:
         name = "tool_use" if with_tools and "tool_use" in self._templates else "default"

@@ -207,10 +207,19 @@ class Choice:
 
 class ChatChoiceWriter(Choice):
     has_offsets = False
+    text = ""
+
+    @property
+    def message(self) -> Json:
+        return {"role": "assistant", "content": self.text, "refusal": None}
+
+    def _add(self, tokens: NewTokens) -> None:
+        super()._add(tokens)
+        self.text += self.new_text
 
     def _content(self, stage: Stage) -> Json:
         if stage == "whole":
-            return {"message": {"role": "assistant", "content": self.new_text, "refusal": None}}
+            return {"message": self.message}
         if stage == "opening":
             return {"delta": {"role": "assistant", "content": ""}}
         return {"delta": {"content": self.new_text} if self.new_text or not self.finish else {}}
@@ -291,6 +300,10 @@ class ResponseBuilder:
     def count(self, sample: tinker_pb2.SampleResponse) -> None:
         self._cached_tokens += sample.prompt_cache_hit_tokens
         self._completion_tokens += sum(len(s.tokens) // 4 for s in sample.sequences)
+
+    def messages(self) -> list[Json]:
+        """Return the whole messages of a finished chat."""
+        return [one.message for one in self._choices if isinstance(one, ChatChoiceWriter)]
 
     def opening(self) -> list[Json]:
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):

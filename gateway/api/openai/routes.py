@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from functools import partial
 from typing import Annotated, cast
 
 import orjson
@@ -17,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from gateway.api.dependencies import AccessDep
 from gateway.api.errors import json_response
 from gateway.api.fields import PathText
+from gateway.api.openai.recording import TurnRecording
 from gateway.api.openai.schemas import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -30,7 +30,7 @@ from gateway.api.openai.schemas import (
 )
 from gateway.api.openai.service import Generation, InferenceService
 from gateway.api.request_body import TOKENS_BODY
-from gateway.api.routing import Responses, Router, binary
+from gateway.api.routing import Endpoint, Responses, Router, binary
 from gateway.owners.auth.identity import Caller
 from tandem.errors import (
     GatewayRestarted,
@@ -51,14 +51,16 @@ from tandem.errors import (
 from tandem.telemetry import get_log
 
 PREFIX = "/v1/"
+TRACES_PREFIX = "/traces/"
 VERSION_HEADER = "X-Tandem-Weight-Version"
 
-_MODELS = (UnknownModel, UnknownWeights, UnknownRun)
+MODEL_ERRORS = (UnknownModel, UnknownWeights, UnknownRun)
 _RULES = (
     "A field that is unknown, or would change the result in a way that is not offered, is "
     "refused; the sentence says which and why.",
     "A stop string has 1 to 1024 characters, of 64 at most; a token id is one of the vocabulary.",
 )
+CHAT_RULES = (*_RULES, "The model must have a chat template that takes the messages.")
 
 
 def status_of(error: TandemError) -> int:
@@ -72,21 +74,34 @@ def status_of(error: TandemError) -> int:
 
 
 router = Router("/v1", tag="OpenAI", refusal=ErrorResponse, status_of=status_of)
-_sampling_operation = partial(
-    router.operation,
-    "POST",
-    role="member",
-    audit=None,
-    errors=(
-        *_MODELS,
+
+
+def sampling_operation(
+    router: Router,
+    path: str,
+    *,
+    rules: Sequence[str],
+    responses: Responses,
+    errors: Sequence[type[TandemError]] = (),
+) -> Callable[[Endpoint], Endpoint]:
+    sampling = (
+        *MODEL_ERRORS,
         StaleVersion,
         SequenceTooLong,
         Overloaded,
         WorkerStartFailed,
         OperationTimedOut,
-    ),
-    bounds=TOKENS_BODY,
-)
+    )
+    return router.operation(
+        "POST",
+        path,
+        role="member",
+        audit=None,
+        errors=(*sampling, *errors),
+        rules=rules,
+        responses=responses,
+        bounds=TOKENS_BODY,
+    )
 
 
 async def _service(request: Request) -> InferenceService:
@@ -96,30 +111,31 @@ async def _service(request: Request) -> InferenceService:
 ServiceDep = Annotated[InferenceService, Depends(_service)]
 
 
-def _sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
+def sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
     about = "With `stream`: a line `data: JSON` for each part, the last one `data: [DONE]`"
     stream = {"text/event-stream; charset=utf-8": {"schema": binary(about)}}
     return {200: {"model": model, "content": stream}}
 
 
-@_sampling_operation(
+@sampling_operation(
+    router,
     "/chat/completions",
-    rules=[*_RULES, "The model must have a chat template that takes the messages."],
-    responses=_sampled(ChatCompletion),
+    rules=CHAT_RULES,
+    responses=sampled(ChatCompletion),
 )
 async def openai_chat_completions(
     body: ChatCompletionRequest, request: Request, service: ServiceDep, access: AccessDep
 ) -> Response:
     """Answer messages. The model's chat template makes the prompt."""
-    return await _respond(body, request, service, access.caller)
+    return await respond(body, request, service, access.caller)
 
 
-@_sampling_operation("/completions", rules=_RULES, responses=_sampled(Completion))
+@sampling_operation(router, "/completions", rules=_RULES, responses=sampled(Completion))
 async def openai_completions(
     body: CompletionRequest, request: Request, service: ServiceDep, access: AccessDep
 ) -> Response:
     """Continue prompts, given as text or as token ids."""
-    return await _respond(body, request, service, access.caller)
+    return await respond(body, request, service, access.caller)
 
 
 @router.operation("GET", "/models", role="reader")
@@ -132,7 +148,7 @@ async def openai_models(service: ServiceDep, access: AccessDep) -> ModelList:
     "GET",
     "/models/{model:path}",
     role="reader",
-    errors=_MODELS,
+    errors=MODEL_ERRORS,
     rules=["A `tinker://` path must be one."],
 )
 async def openai_model(model: PathText, service: ServiceDep, access: AccessDep) -> Model:
@@ -140,16 +156,22 @@ async def openai_model(model: PathText, service: ServiceDep, access: AccessDep) 
     return await service.models.one(model, access.caller)
 
 
-async def _respond(
-    body: InferenceRequest, request: Request, service: InferenceService, caller: Caller
+async def respond(
+    body: InferenceRequest,
+    request: Request,
+    service: InferenceService,
+    caller: Caller,
+    recording: TurnRecording | None = None,
 ) -> Response:
-    running = service.start_sampling(body, caller=caller, receive=request.receive)
+    running = service.start_sampling(
+        body, caller=caller, receive=request.receive, recording=recording
+    )
     try:
         if body.stream:
             parts = _parts(running)
             return EventStream(await anext(parts), parts)
-        async with running as sampled:
-            content = await sampled.response()
+        async with running as generation:
+            content = await generation.response()
     except ClientDisconnect:
         return Response(status_code=499)  # for the log, as the client is gone
     response = json_response(content)
@@ -160,7 +182,7 @@ async def _respond(
 async def _parts(
     running: AbstractAsyncContextManager[Generation],
 ) -> AsyncGenerator[list[Json], None]:
-    async with running as sampled, aclosing(sampled.parts()) as steps:
+    async with running as generation, aclosing(generation.parts()) as steps:
         async for parts in steps:
             yield parts
 
@@ -229,7 +251,7 @@ def error_content(error: TandemError) -> dict[str, object]:
     "param": "model", "code": "model_not_found"}}`."""
     status = status_of(error)
     code = next((code for kind, code in _CODES.items() if isinstance(error, kind)), error.type)
-    param = "model" if isinstance(error, _MODELS) else getattr(error, "param", None)
+    param = "model" if isinstance(error, MODEL_ERRORS) else getattr(error, "param", None)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     found = {"message": error.message, "type": kind, "param": param, "code": code, **error.details}
     return {"error": found}

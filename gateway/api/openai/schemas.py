@@ -172,6 +172,11 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: Json | None = None
 
     @property
+    def shown_tools(self) -> list[Json] | None:
+        """The tools that the template shows to the model."""
+        return self.tools if self.tools and self.tool_choice != "none" else None
+
+    @property
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 

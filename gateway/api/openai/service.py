@@ -16,6 +16,7 @@ from gateway.api.bounds import check_may_bound, version_check
 from gateway.api.errors import InvalidField
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
+from gateway.api.openai.recording import TurnRecording
 from gateway.api.openai.responses import ResponseBuilder
 from gateway.api.openai.schemas import InferenceRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
@@ -65,10 +66,15 @@ class InferenceService:
 
     @asynccontextmanager
     async def start_sampling(
-        self, request: InferenceRequest, *, caller: Caller, receive: Receive
+        self,
+        request: InferenceRequest,
+        *,
+        caller: Caller,
+        receive: Receive,
+        recording: TurnRecording | None = None,
     ) -> AsyncIterator[Generation]:
         """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
-        Raises a `TandemError`."""
+        `recording` continues the tokens of a trace. Raises a `TandemError`."""
         gateway = self._gateway
         async with self.models.resolve(request.model, caller) as target:
             asked, version = request.bounds, target.version
@@ -78,7 +84,7 @@ class InferenceService:
             limits = await gateway.models.limits(target.model)
             async with self._preparation.turn(caller.owner):
                 sample_requests, builder = await asyncio.to_thread(
-                    self._prepare, request, target, limits
+                    self._prepare, request, target, limits, recording
                 )
             choices = len(sample_requests) * (request.n or 1)
             if choices > MAX_CHOICES:
@@ -112,6 +118,7 @@ class InferenceService:
                 owner=caller.owner,
                 builder=builder,
                 check=check,
+                recording=recording,
             )
             try:
                 for sample_request in sample_requests:
@@ -123,14 +130,21 @@ class InferenceService:
                 generation.cancel()
 
     def _prepare(
-        self, request: InferenceRequest, target: SamplingTarget, limits: SampleLimits
+        self,
+        request: InferenceRequest,
+        target: SamplingTarget,
+        limits: SampleLimits,
+        recording: TurnRecording | None,
     ) -> tuple[list[sampler_pb2.SampleRequest], ResponseBuilder]:
         """Return one engine request per prompt and the response builder, in a thread. Raises
         `InvalidRequest` or a subclass, `SequenceTooLong`, `EmptyBatch` or `TokenOutOfVocabulary`.
         """
         tokenizer = self.tokenizer(target.model)
         params = sampling_params(request, tokenizer)
-        prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
+        if recording is None:
+            prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
+        else:
+            prompts = [recording.prompt(tokenizer, max_length=limits.max_length)]
         requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
         for each in requests:
             limits.check_request(each)
@@ -163,6 +177,7 @@ class Generation:
         owner: str,
         builder: ResponseBuilder,
         check: Check,
+        recording: TurnRecording | None = None,
         poll_interval: float = 2.0,
         max_unread: int = 64,
     ) -> None:
@@ -173,6 +188,7 @@ class Generation:
         self._version = session.version  # a later request may change it
         self._builder = builder
         self._check = check
+        self._recording = recording
         self._poll_interval = poll_interval
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
         self._unread_slots = asyncio.Semaphore(max_unread)
@@ -235,7 +251,14 @@ class Generation:
             async for prompt, sampled in self.events()
             if isinstance(sampled, tinker_pb2.SampleResponse)
         }
-        return self._builder.response([found[prompt] for prompt in sorted(found)])
+        response = self._builder.response([found[prompt] for prompt in sorted(found)])
+        await self._record(found[0])
+        return response
+
+    async def _record(self, sample: tinker_pb2.SampleResponse) -> None:
+        """Write the turn before its end is answered, so that a client knows no unrecorded one."""
+        if self._recording is not None:
+            await self._recording.record(sample, self._builder.messages(), self._version)
 
     async def parts(self) -> AsyncGenerator[list[Json], None]:
         """Yield a stream's parts, all ready ones together, from the first token on. Raises as
@@ -244,6 +267,7 @@ class Generation:
         async for prompt, sampled in self.events():
             if isinstance(sampled, tinker_pb2.SampleResponse):
                 self._builder.count(sampled)
+                await self._record(sampled)
             else:
                 ready += self._builder.parts(sampled, prompt=prompt)
             if ready and self._events.empty():

@@ -73,6 +73,10 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "score_sequences": OWN_CHANGE,
     "sampled_versions": OWN_LOOK,
     "many_sampled_versions": EVERYBODY,
+    "create_trace": CHANGE,
+    "get_trace": OWN_LOOK,
+    "delete_trace": OWN_CHANGE_EMPTY,
+    "trace_chat_completions": (401, 404, 403, 400, 400),  # the model has no tokenizer
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,
     "delete_own_key": (401, 204, 204, 204, 204),

@@ -98,6 +98,10 @@ class World:
         keys = self.gate.gateway.keys
         return self.gate.run(keys.create(NewKey(owner=owner, role=role)))[1]
 
+    def new_trace(self) -> str:
+        call = Call(f"{OWN}/traces", {"model": "tiny"})
+        return self.ask("POST", call, key=self.keys["member"]).json()["id"]
+
     def client(self, key: str) -> httpx.Client:
         return self.gate.http(key)
 
@@ -321,6 +325,13 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         f"{OWN}/logprobs", {"sampling_session_id": w.sampler, "sequences": [[1, 2]]}
     ),
     "sampled_versions": lambda w: Call(f"{OWN}/samples/{w.sample}/versions"),
+    "create_trace": lambda w: Call(f"{OWN}/traces", {"model": "tiny"}),
+    "get_trace": lambda w: Call(f"{OWN}/traces/{w.new_trace()}"),
+    "delete_trace": lambda w: Call(f"{OWN}/traces/{w.new_trace()}"),
+    "trace_chat_completions": lambda w: Call(
+        f"/traces/{w.new_trace()}/v1/chat/completions",
+        {"model": "any", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    ),
     "exchange_token": _api("auth/token"),
     "own_key": _get(f"{API}/auth/apikey/me"),
     "delete_own_key": _get(f"{API}/auth/apikey/me"),

@@ -1,0 +1,239 @@
+"""Traces: addresses that answer an agent as OpenAI's API, and record its tokens for training."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, cast
+
+import orjson
+from fastapi import Depends
+from fastapi import Response as PlainResponse
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Scope
+
+from gateway.api.dependencies import Access, AccessDep
+from gateway.api.errors import InvalidField
+from gateway.api.fields import Answer, PathText
+from gateway.api.openai.recording import TurnRecording
+from gateway.api.openai.routes import (
+    CHAT_RULES,
+    MODEL_ERRORS,
+    TRACES_PREFIX,
+    ServiceDep,
+    respond,
+    sampled,
+    sampling_operation,
+    status_of,
+)
+from gateway.api.openai.schemas import ChatCompletion, ChatCompletionRequest, ErrorResponse, Json
+from gateway.api.request_body import JSON
+from gateway.api.routing import PathOperation, Refuses, Router, credential_of
+from gateway.core import Gateway
+from gateway.owners.auth.identity import Caller
+from gateway.recorder.conversation import Conversations, TrainingSequence
+from gateway.recorder.store import Trace, unknown_trace
+from tandem.errors import TraceEnded, Unauthenticated, UnknownTrace
+
+
+class TraceOperation(PathOperation):
+    """A path operation of an agent, which has the trace's key. The owner's keys work, too."""
+
+    def caller_of(self, scope: Scope) -> Caller:
+        gateway = cast(Gateway, scope["app"].state.gateway)
+        trace = gateway.recorder.find_by_key(scope["path_params"]["trace_id"], credential_of(scope))
+        if trace is None:
+            return super().caller_of(scope)
+        head = trace.head
+        key = gateway.keys.get(head.key_id)
+        if key is None or gateway.keys.ended(key) is not None:
+            raise Unauthenticated(f"the key {head.key_id} that made the trace is no longer valid")
+        caller = Caller(
+            owner=head.owner, key_id=head.key_id, role="member", expires_at=head.expires_at
+        )
+        scope.setdefault("state", {})["caller"] = caller
+        return caller
+
+
+router = Router("/api/tandem/v1/traces", tag="Tandem")
+agent_router = Router(
+    TRACES_PREFIX + "{trace_id}/v1",
+    tag="Traces",
+    refusal=ErrorResponse,
+    status_of=status_of,
+    route_class=TraceOperation,
+)
+
+
+async def _trace(trace_id: PathText, access: AccessDep) -> Trace:
+    trace = access.gateway.recorder.get(trace_id)
+    if not access.caller.may_see(trace.head.owner):
+        raise unknown_trace(trace_id)
+    return trace
+
+
+TraceDep = Annotated[Trace, Depends(_trace), Refuses(UnknownTrace)]
+
+
+class NewTrace(BaseModel):
+    """`model` is a base model's name, a `tinker://` path, or a run's id for its newest weights. It
+    replaces the model of the agent's requests."""
+
+    model: str = Field(min_length=1, max_length=400)
+
+
+class CreatedTrace(Answer):
+    """An OpenAI client takes `base_url` with `/v1` behind it. `expires` is in seconds since 1970.
+    The key is shown once."""
+
+    id: str
+    base_url: str
+    key: str
+    expires: float
+
+
+class TracedDatum(Answer):
+    """The arguments of the SDK's `Datum`, except the advantages. The lists of `loss_fn_inputs` have
+    one entry for each target token."""
+
+    model_input: list[int]
+    loss_fn_inputs: dict[str, list[float]]
+
+
+class TracedVersion(Answer):
+    """`tokens` target tokens from number `start` on were sampled from this weight version."""
+
+    start: int
+    tokens: int
+    version: str
+    step: int
+
+
+class TracedSequence(Answer):
+    """A conversation. `steps` are the optimizer steps of the weights behind each target token, null
+    for a token that was not sampled. `turns` are the numbers of its answers, and a turn may be in
+    several sequences. Then its tokens have the mask 1 in the first one."""
+
+    datum: TracedDatum
+    steps: list[int | None]
+    versions: list[TracedVersion]
+    messages: list[Json]
+    turns: list[int]
+
+
+class TraceInfo(Answer):
+    id: str
+    model: str
+    expires: float
+    bytes: int
+    turns: int
+    sequences: list[TracedSequence]
+
+
+@router.operation("POST", "", role="member", audit="trace_create", errors=MODEL_ERRORS)
+async def create_trace(
+    body: NewTrace, access: AccessDep, service: ServiceDep, response: PlainResponse
+) -> CreatedTrace:
+    """Create a trace. It takes turns for 24 hours, up to 64 MiB, and can be read for one more
+    day."""
+    caller = access.caller
+    async with service.models.resolve(body.model, caller):
+        pass
+    trace, key = await access.gateway.recorder.create(
+        owner=caller.owner, key_id=caller.key_id, model=body.model
+    )
+    head = trace.head
+    access.audit.note(head.id, model=body.model)
+    response.headers["Cache-Control"] = "no-store"
+    return CreatedTrace(
+        id=head.id,
+        base_url=f"{access.base_url}/traces/{head.id}",
+        key=key,
+        expires=head.expires_at,
+    )
+
+
+@router.operation("GET", "/{trace_id}", role="reader", responses={200: {"model": TraceInfo}})
+async def get_trace(trace: TraceDep, access: AccessDep) -> Response:
+    """Return the recorded turns as sequences for training."""
+    conversations = await access.gateway.recorder.read(trace)
+    content = await asyncio.to_thread(_encode, trace, conversations)
+    return Response(content, media_type=JSON)
+
+
+@router.operation("DELETE", "/{trace_id}", role="member", audit="trace_delete")
+async def delete_trace(trace: TraceDep, access: AccessDep) -> None:
+    """Delete a trace. Its key is refused from now on."""
+    await access.gateway.recorder.delete(trace)
+
+
+@sampling_operation(
+    agent_router,
+    "/chat/completions",
+    rules=CHAT_RULES,
+    responses=sampled(ChatCompletion),
+    errors=(TraceEnded,),
+)
+async def trace_chat_completions(
+    body: ChatCompletionRequest,
+    request: Request,
+    service: ServiceDep,
+    access: AccessDep,
+    trace: TraceDep,
+) -> Response:
+    """Answer messages as `/v1/chat/completions`, and record the turn. Messages that extend a
+    recorded conversation continue its tokens."""
+    recording = await start_recording(body, access, trace)
+    return await respond(body, request, service, access.caller, recording)
+
+
+async def start_recording(
+    body: ChatCompletionRequest, access: Access, trace: Trace
+) -> TurnRecording:
+    """Let a request ask for the trace's model. Raises `TraceEnded` and `InvalidField`."""
+    recorder = access.gateway.recorder
+    recorder.check_open(trace)
+    if body.continue_final_message or not body.add_generation_prompt:
+        raise InvalidField(
+            "a trace records whole answers: leave out continue_final_message and "
+            "add_generation_prompt",
+            param="continue_final_message",
+        )
+    body.model = trace.head.model
+    return TurnRecording(recorder, trace, await recorder.read(trace), body)
+
+
+def _encode(trace: Trace, conversations: Conversations) -> bytes:
+    head = trace.head
+    return orjson.dumps(
+        {
+            "id": head.id,
+            "model": head.model,
+            "expires": head.expires_at,
+            "bytes": trace.bytes,
+            "turns": len(conversations.turns),
+            "sequences": [_described(each) for each in conversations.sequences()],
+        },
+    )
+
+
+def _described(found: TrainingSequence) -> dict[str, Any]:
+    """Shift the lists by one: the target of a token is the next one."""
+    return {
+        "datum": {
+            "model_input": found.tokens[:-1],
+            "loss_fn_inputs": {
+                "target_tokens": found.tokens[1:],
+                "logprobs": found.logprobs[1:],
+                "mask": found.mask[1:],
+            },
+        },
+        "steps": found.steps[1:],
+        "versions": [
+            {"start": at - 1, "tokens": run.tokens, "version": run.version, "step": run.step}
+            for at, run in found.versions
+        ],
+        "messages": found.messages,
+        "turns": found.turns,
+    }

@@ -1,0 +1,221 @@
+"""The traces of all owners, each in a file of the private directory.
+
+A file's first line is a `TraceHead`, and each other one a turn. An answer is given after its turn
+was written, so a new gateway continues all traces. Traces in memory are a cache of the files."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from gateway.owners.auth.keys import digest_of
+from gateway.owners.limits import Quotas
+from gateway.recorder.conversation import Conversations, Turn, decode_turn, encode_turn
+from tandem.errors import StorageFailed, TraceEnded, UnknownTrace, describe
+from tandem.telemetry import get_log
+
+TRACE_TTL = 86_400.0
+"""Seconds during which a trace takes turns."""
+TRACE_BYTES = 64 * 2**20
+_READABLE = 86_400.0
+"""Seconds during which an ended trace can still be read."""
+_CACHED_BYTES = 256 * 2**20
+"""The size of the files whose turns are in memory."""
+_ID = "tr-"
+
+
+class TraceHead(BaseModel):
+    """`digest` is the SHA-256 of the trace's key, in hex. `key_id` is the owner's key that made the
+    trace. Times are in seconds since 1970."""
+
+    id: str
+    owner: str
+    key_id: str
+    model: str
+    digest: str
+    created_at: float
+    expires_at: float
+
+
+@dataclass(eq=False, kw_only=True)
+class Trace:
+    """An owner's trace. `bytes` is the size of its file. `conversations` is None until `read`."""
+
+    head: TraceHead
+    file: Path
+    bytes: int
+    conversations: Conversations | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(eq=False, kw_only=True)
+class TraceStore:
+    folder: Path
+    limits: Quotas
+    clock: Callable[[], float] = time.time
+    _traces: dict[str, Trace] = field(default_factory=dict, init=False)
+    _cached: OrderedDict[str, Trace] = field(default_factory=OrderedDict, init=False)
+    _cached_bytes: int = field(default=0, init=False)
+
+    async def open(self) -> None:
+        """Find the traces of earlier gateways. Their turns are read when they are needed."""
+        self._traces = await asyncio.to_thread(self._find_files)
+
+    def _find_files(self) -> dict[str, Trace]:
+        self.folder.mkdir(mode=0o700, exist_ok=True)
+        found = {}
+        for file in sorted(self.folder.glob(f"{_ID}*.jsonl")):
+            try:
+                with file.open("rb") as lines:
+                    head = TraceHead.model_validate_json(lines.readline())
+            except (OSError, ValueError) as error:
+                get_log().warning("trace_not_read", file=file.name, reason=describe(error))
+                continue
+            found[head.id] = Trace(head=head, file=file, bytes=file.stat().st_size)
+        return found
+
+    async def create(self, *, owner: str, key_id: str, model: str) -> tuple[Trace, str]:
+        """Return a new trace and its key, which is not stored. Raises `LimitExceeded`."""
+        used = sum(trace.head.owner == owner for trace in self._traces.values())
+        self.limits.check("traces", owner=owner, used=used)
+        secret, now = f"tml-trace-{secrets.token_urlsafe(32)}", self.clock()
+        head = TraceHead(
+            id=f"{_ID}{secrets.token_hex(8)}",
+            owner=owner,
+            key_id=key_id,
+            model=model,
+            digest=digest_of(secret.encode()).hex(),
+            created_at=now,
+            expires_at=now + TRACE_TTL,
+        )
+        line = head.model_dump_json().encode() + b"\n"
+        trace = Trace(head=head, file=self.folder / f"{head.id}.jsonl", bytes=len(line))
+        trace.conversations = Conversations()
+        self._traces[head.id] = trace
+        try:
+            await asyncio.to_thread(_append, trace.file, line, at=0)
+        except OSError as error:
+            del self._traces[head.id]
+            raise StorageFailed(f"the trace was not written: {error.strerror}") from error
+        self._note_use(trace)
+        return trace, secret
+
+    def find_by_key(self, trace_id: str, secret: bytes) -> Trace | None:
+        """Return the trace if this is its key, even if it has ended."""
+        trace = self._traces.get(trace_id)
+        digest = digest_of(secret).hex()
+        return trace if trace and hmac.compare_digest(trace.head.digest, digest) else None
+
+    def get(self, trace_id: str) -> Trace:
+        """Return a trace of any owner. Raises `UnknownTrace`."""
+        if (trace := self._traces.get(trace_id)) is None:
+            raise unknown_trace(trace_id)
+        return trace
+
+    def check_open(self, trace: Trace) -> None:
+        """Raise `TraceEnded` if the trace takes no more turns."""
+        if trace.head.expires_at <= self.clock():
+            raise TraceEnded(f"the trace {trace.head.id} has expired; create another one")
+        if trace.bytes >= TRACE_BYTES:
+            raise TraceEnded(
+                f"the trace {trace.head.id} has {TRACE_BYTES // 2**20} MiB, the most that a trace "
+                "may have; create another one"
+            )
+
+    async def read(self, trace: Trace) -> Conversations:
+        """Return the trace's turns."""
+        async with trace.lock:
+            return await self._read(trace)
+
+    async def add_turns(self, trace: Trace, turns: Sequence[Turn]) -> None:
+        """Write turns, and return when they are in the file. Raises `UnknownTrace` if the trace was
+        deleted meanwhile, and `StorageFailed`."""
+        async with trace.lock:
+            conversations = await self._read(trace)
+            if self._traces.get(trace.head.id) is not trace:
+                raise unknown_trace(trace.head.id)
+            lines = b"".join(map(encode_turn, turns))
+            try:
+                await asyncio.to_thread(_append, trace.file, lines, at=trace.bytes)
+            except OSError as error:
+                raise StorageFailed(f"the turn was not recorded: {error.strerror}") from error
+            trace.bytes += len(lines)
+            self._cached_bytes += len(lines)
+            for turn in turns:
+                conversations.add_turn(turn)
+
+    async def delete(self, trace: Trace) -> None:
+        async with trace.lock:
+            self._traces.pop(trace.head.id, None)
+            if self._cached.pop(trace.head.id, None) is not None:
+                self._cached_bytes -= trace.bytes
+            await asyncio.to_thread(trace.file.unlink, missing_ok=True)
+
+    async def expire(self) -> None:
+        """Remove traces that ended long ago."""
+        now = self.clock()
+        for trace in [*self._traces.values()]:
+            if trace.head.expires_at + _READABLE <= now:
+                await self.delete(trace)
+
+    async def _read(self, trace: Trace) -> Conversations:
+        found = trace.conversations
+        if found is None:
+            try:
+                found, trace.bytes = await asyncio.to_thread(_read_file, trace.file)
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise StorageFailed(
+                    f"the trace {trace.head.id} cannot be read: {describe(error)}"
+                ) from error
+            trace.conversations = found
+        self._note_use(trace)
+        return found
+
+    def _note_use(self, trace: Trace) -> None:
+        """Keep the trace's turns in memory, and forget those of the least recently used traces
+        above the bound. Their files have all turns."""
+        if trace.head.id not in self._cached:
+            self._cached_bytes += trace.bytes
+        self._cached[trace.head.id] = trace
+        self._cached.move_to_end(trace.head.id)
+        while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
+            oldest = next(iter(self._cached.values()))
+            if oldest.lock.locked():  # it is in use, so it is not the oldest
+                self._cached.move_to_end(oldest.head.id)
+                break
+            del self._cached[oldest.head.id]
+            self._cached_bytes -= oldest.bytes
+            oldest.conversations = None
+
+
+def _append(file: Path, lines: bytes, *, at: int) -> None:
+    """Write behind the first `at` bytes. Others are of a write that failed."""
+    with file.open("r+b" if at else "xb") as stream:
+        stream.seek(at)
+        stream.truncate()
+        stream.write(lines)
+
+
+def _read_file(file: Path) -> tuple[Conversations, int]:
+    """Return the turns, and the size without a line that was cut by a crash."""
+    found = Conversations()
+    content = file.read_bytes()
+    size = content.rfind(b"\n") + 1
+    _head, *lines = content[:size].split(b"\n")[:-1]
+    for line in lines:
+        found.add_turn(decode_turn(line))
+    return found, size
+
+
+def unknown_trace(trace_id: str) -> UnknownTrace:
+    return UnknownTrace(
+        f"there is no trace {trace_id[:100]!r}; it may have been deleted, or ended long ago"
+    )

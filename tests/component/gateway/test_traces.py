@@ -1,0 +1,163 @@
+"""Traces: an agent's chats, recorded with the exact tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import openai
+import pytest
+import tinker
+
+from tests.support.gateway.speaking_models import (
+    byte_tokenizer,
+    chat,
+    client_of,
+    says,
+    speaking_gateway,
+    write_speaking_model,
+)
+
+USER = {"role": "user", "content": "hi"}
+TRACES = "/api/tandem/v1/traces"
+
+
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    with speaking_gateway(folder) as gate:
+        write_speaking_model(folder / "agent", byte_tokenizer(), window=4096)
+        gate.run(gate.gateway.models.add(name="agent", path=str(folder / "agent")))
+        chat(client_of(gate), model="agent", max_tokens=1)  # starts the engine
+        yield gate
+
+
+class Trace:
+    def __init__(self, gate, **fields) -> None:
+        self.gate = gate
+        self.made = gate.http().post(TRACES, json={"model": "agent"} | fields).json()
+        self.id, self.key = self.made["id"], self.made["key"]
+        self.url = f"{TRACES}/{self.id}"
+        self.client = openai.OpenAI(
+            base_url=f"{self.made['base_url']}/v1", api_key=self.key, max_retries=0, timeout=30
+        )
+
+    def say(self, answer: str, *messages, end: bool = True, **changes):
+        says(self.gate, answer, end=end)
+        fields = {"model": "any", "messages": messages, "max_tokens": 32}
+        return self.client.chat.completions.create(**(fields | changes))
+
+    @property
+    def sequences(self) -> list[dict]:
+        return self.gate.http().get(self.url).json()["sequences"]
+
+
+def text_of(sequence: dict) -> str:
+    datum = sequence["datum"]
+    tokens = [*datum["model_input"], datum["loss_fn_inputs"]["target_tokens"][-1]]
+    return byte_tokenizer().decode(tokens, skip_special_tokens=False)
+
+
+def sampled_of(sequence: dict) -> str:
+    inputs = sequence["datum"]["loss_fn_inputs"]
+    tokens = [t for t, m in zip(inputs["target_tokens"], inputs["mask"], strict=True) if m]
+    return byte_tokenizer().decode(tokens, skip_special_tokens=False)
+
+
+def test_a_chat_of_two_turns_is_one_sequence_with_the_sampled_tokens(gate):
+    trace = Trace(gate)
+    answer = trace.say("yo", USER).choices[0].message
+    assert answer.content == "yo"
+    # As the client repeats it, with fields that the template does not need.
+    trace.say("ok", USER, answer.model_dump(), {"role": "user", "content": "go"})
+    (sequence,) = trace.sequences
+    assert (
+        text_of(sequence)
+        == "<|user|>hi<eos>\n<|assistant|>yo<eos>\n<|user|>go<eos>\n<|assistant|>ok<eos>"
+    )
+    assert sampled_of(sequence) == "yo<eos>ok<eos>"
+    assert [message["role"] for message in sequence["messages"]] == ["user", "assistant"] * 2
+    assert sequence["turns"] == [0, 1]
+
+
+def test_the_next_turn_is_sampled_from_the_recorded_tokens_and_not_from_their_text(gate):
+    trace = Trace(gate)
+    engine = says(gate, "")
+    letters = [byte_tokenizer().token_to_id(piece) for piece in ("t", "h", "e")]  # "the" is a token
+    engine.speak = lambda _prompt: [*letters, byte_tokenizer().token_to_id("<eos>")]
+    trace.client.chat.completions.create(model="any", messages=[USER])
+    trace.say("ok", USER, {"role": "assistant", "content": "the"}, USER)
+    prompt = np.frombuffer(engine.requests[-1].prompt_tokens, np.int32).tolist()
+    (sequence,) = trace.sequences
+    tokens = sequence["datum"]["model_input"]
+    assert prompt == tokens[: len(prompt)]
+    at = next(i for i in range(len(prompt)) if prompt[i : i + 3] == letters)
+    assert sequence["datum"]["loss_fn_inputs"]["logprobs"][at - 1 : at + 2] == [0.0, -1.0, -2.0]
+
+
+def test_an_answer_without_an_end_token_gets_the_end_of_the_template(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER, end=False)
+    trace.say("ok", USER, {"role": "assistant", "content": "yo"}, USER)
+    (sequence,) = trace.sequences
+    assert "<|assistant|>yo<eos>\n<|user|>" in text_of(sequence)
+    assert sampled_of(sequence) == "yook<eos>"
+
+
+def test_a_repeated_request_is_a_branch_and_its_tokens_are_trained_once(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    asked = [USER, {"role": "assistant", "content": "yo"}, USER]
+    trace.say("a", *asked)
+    trace.say("b", *asked)
+    first, second = trace.sequences
+    assert (sampled_of(first), sampled_of(second)) == ("yo<eos>a<eos>", "b<eos>")
+    assert (first["turns"], second["turns"]) == ([0, 1], [0, 2])
+
+
+def test_messages_that_extend_no_conversation_begin_a_new_sequence(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    trace.say("sub", {"role": "system", "content": "other"}, USER)
+    trace.say("c", USER, {"role": "assistant", "content": "edited"}, USER)
+    assert len(trace.sequences) == 3
+
+
+def test_other_tools_begin_a_new_sequence(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    trace.say("b", USER, {"role": "assistant", "content": "yo"}, USER, tools=tools)
+    assert len(trace.sequences) == 2
+
+
+def test_a_streamed_turn_is_recorded_before_the_stream_ends(gate):
+    trace = Trace(gate)
+    parts = trace.say("yo", USER, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "yo"
+    trace.say("ok", USER, {"role": "assistant", "content": "yo"}, USER)
+    assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>ok<eos>"]
+
+
+def test_each_of_several_choices_is_a_turn(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER, n=2)
+    assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>", "yo<eos>"]
+
+
+def test_a_sequence_is_a_datum_of_the_sdk(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    (sequence,) = trace.sequences
+    inputs = sequence["datum"]["loss_fn_inputs"]
+    datum = tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(sequence["datum"]["model_input"]),
+        loss_fn_inputs={
+            **inputs,
+            "mask": np.array(inputs["mask"], np.float32),
+            "advantages": [0.5] * len(inputs["mask"]),
+        },
+    )
+    assert len(datum.model_input.to_ints()) == len(sequence["steps"])
+    (run,) = sequence["versions"]
+    assert (run["version"], run["step"], run["tokens"]) == ("base/agent", 0, 3)
+    assert sequence["steps"][run["start"] :] == [0, 0, 0]
+    assert set(sequence["steps"][: run["start"]]) == {None}
