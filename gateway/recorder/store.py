@@ -34,7 +34,7 @@ _ID = "tr-"
 
 class TraceHead(BaseModel):
     """`digest` is the SHA-256 of the trace's key, in hex. `key_id` is the owner's key that made the
-    trace. Times are in seconds since 1970."""
+    trace. `fields` are for requests that do not set them. Times are in seconds since 1970."""
 
     id: str
     owner: str
@@ -43,6 +43,7 @@ class TraceHead(BaseModel):
     digest: str
     created_at: float
     expires_at: float
+    fields: dict[str, object] = {}
 
 
 @dataclass(eq=False, kw_only=True)
@@ -82,7 +83,9 @@ class TraceStore:
             found[head.id] = Trace(head=head, file=file, bytes=file.stat().st_size)
         return found
 
-    async def create(self, *, owner: str, key_id: str, model: str) -> tuple[Trace, str]:
+    async def create(
+        self, *, owner: str, key_id: str, model: str, fields: dict[str, object]
+    ) -> tuple[Trace, str]:
         """Return a new trace and its key, which is not stored. Raises `LimitExceeded`."""
         used = sum(trace.head.owner == owner for trace in self._traces.values())
         self.limits.check("traces", owner=owner, used=used)
@@ -95,6 +98,7 @@ class TraceStore:
             digest=digest_of(secret.encode()).hex(),
             created_at=now,
             expires_at=now + TRACE_TTL,
+            fields=fields,
         )
         line = head.model_dump_json().encode() + b"\n"
         trace = Trace(head=head, file=self.folder / f"{head.id}.jsonl", bytes=len(line))

@@ -8,11 +8,12 @@ from typing import Annotated, Any, cast
 import orjson
 from fastapi import Depends
 from fastapi import Response as PlainResponse
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
+from gateway.api.bounds import BoundFields
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.errors import InvalidField
 from gateway.api.fields import Answer, PathText
@@ -76,9 +77,10 @@ async def _trace(trace_id: PathText, access: AccessDep) -> Trace:
 TraceDep = Annotated[Trace, Depends(_trace), Refuses(UnknownTrace)]
 
 
-class NewTrace(BaseModel):
+class NewTrace(BoundFields):
     """`model` is a base model's name, a `tinker://` path, or a run's id for its newest weights. It
-    replaces the model of the agent's requests."""
+    replaces the model of the agent's requests. Other fields are for requests that do not set
+    them."""
 
     model: str = Field(min_length=1, max_length=400)
 
@@ -141,7 +143,10 @@ async def create_trace(
     async with service.models.resolve(body.model, caller):
         pass
     trace, key = await access.gateway.recorder.create(
-        owner=caller.owner, key_id=caller.key_id, model=body.model
+        owner=caller.owner,
+        key_id=caller.key_id,
+        model=body.model,
+        fields=body.model_dump(exclude={"model"}, exclude_none=True),
     )
     head = trace.head
     access.audit.note(head.id, model=body.model)
@@ -201,6 +206,9 @@ async def start_recording(
             param="continue_final_message",
         )
     body.model = trace.head.model
+    for name, value in trace.head.fields.items():
+        if getattr(body, name) is None:
+            setattr(body, name, value)
     return TurnRecording(recorder, trace, await recorder.read(trace), body)
 
 

@@ -161,3 +161,10 @@ def test_a_sequence_is_a_datum_of_the_sdk(gate):
     assert (run["version"], run["step"], run["tokens"]) == ("base/agent", 0, 3)
     assert sequence["steps"][run["start"] :] == [0, 0, 0]
     assert set(sequence["steps"][: run["start"]]) == {None}
+
+
+def test_a_trace_bounds_the_age_of_the_weights_of_its_requests(gate):
+    trace = Trace(gate, max_staleness=0)
+    assert trace.say("yo", USER).choices[0].message.content == "yo"
+    with pytest.raises(openai.APIStatusError, match="min_version"):
+        Trace(gate, min_version=3).say("yo", USER)
