@@ -91,8 +91,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.UnknownRequest: "there is no request 's-ab12:train:0:7' on this server, it is "
     "another owner's, or its result is no longer kept; send it again",
     errors.UnknownKey: "there is no key 'k-3fa2'; `tandem keys list` shows them",
-    errors.UnknownTrace: "there is no trace 'tr-5a1c0e7b9d3f2468'; it may have been deleted, or ended "
-    "long ago",
+    errors.UnknownTrace: "there is no trace 'tr-5a1c0e7b9d3f2468'; it may have been deleted, or "
+    "ended long ago",
     errors.TraceEnded: "the trace tr-5a1c0e7b9d3f2468 has expired; create another one",
     errors.UnknownGroup: "there is no group 'trian'; known: train, sample-1",
     errors.UnknownOwner: "there is no owner 'anm'; `tandem owners list` shows them. The first key "
