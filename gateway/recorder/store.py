@@ -171,17 +171,18 @@ class TraceStore:
                 await self.delete(trace)
 
     async def _read(self, trace: Trace) -> Conversations:
-        found = trace.conversations
-        if found is None:
-            try:
-                found, trace.bytes = await asyncio.to_thread(_read_file, trace.file)
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise StorageFailed(
-                    f"the trace {trace.head.id} cannot be read: {describe(error)}"
-                ) from error
-            trace.conversations = found
+        if (found := trace.conversations) is not None:
+            self._note_use(trace)
+            return found
+        try:
+            read, trace.bytes = await asyncio.to_thread(_read_file, trace.file)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageFailed(
+                f"the trace {trace.head.id} cannot be read: {describe(error)}"
+            ) from error
+        trace.conversations = read
         self._note_use(trace)
-        return found
+        return read
 
     def _note_use(self, trace: Trace) -> None:
         """Keep the trace's turns in memory, and forget those of the least recently used traces
