@@ -18,34 +18,52 @@ from tandem.rl.advantages import (
 from tandem.rl.config import RLConfig
 from tandem.rl.evaluation import Evaluation
 from tandem.rl.loop import train, train_async
+from tandem.rl.objectives import OBJECTIVES, Reference, objective
 from tandem.rl.policy import resumable
+from tandem.rl.preferences import DPOConfig, Judgement, KTOConfig, Preference, dpo, kto
 from tandem.rl.report import Result
 from tandem.rl.returns import gae, reinforce_plus_plus, returns_to_go, whitened
+from tandem.rl.rewards import RewardFailed, RewardPool
 from tandem.rl.rollouts import Example
 from tandem.rl.schedule import linear_decay
 from tandem.rl.selection import dynamic_sampling, overlong_mask, soft_overlong
+from tandem.rl.sft import sft
 from tandem.rl.staleness import staleness
+from tandem.rl.supervised import SFTConfig
 
 __all__ = [
     "ALGORITHMS",
+    "OBJECTIVES",
+    "DPOConfig",
     "Evaluation",
     "Example",
+    "Judgement",
+    "KTOConfig",
+    "Preference",
     "RLConfig",
+    "Reference",
     "Result",
+    "RewardFailed",
+    "RewardPool",
+    "SFTConfig",
     "advantages",
     "batch_std",
+    "dpo",
     "dr_grpo",
     "dynamic_sampling",
     "gae",
     "grpo",
+    "kto",
     "linear_decay",
     "maxrl",
+    "objective",
     "overlong_mask",
     "reinforce_plus_plus",
     "resumable",
     "returns_to_go",
     "reward",
     "rloo",
+    "sft",
     "soft_overlong",
     "staleness",
     "train",

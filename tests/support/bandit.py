@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -11,7 +13,7 @@ from tinker import types
 from tandem.rl.objectives import Objective, Reference
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
 from tests.support.losses.cases import Data, compute
-from trainer_service.losses import LOSSES
+from trainer_service.losses import LOSSES, LossResult
 
 START = 0
 RIGHT = (2, 3)
@@ -44,30 +46,39 @@ class Table:
         with torch.no_grad():
             return float(self.logprobs((START, *RIGHT)).sum().exp())
 
-    def sample(self, rng: np.random.Generator) -> Rollout:
-        tokens = [START]
-        with torch.no_grad():
-            for _ in RIGHT:
-                chances = torch.softmax(self.logits[tokens[-1]], dim=-1).numpy()
-                tokens.append(int(rng.choice(VOCABULARY, p=chances)))
-            logprobs = self.logprobs(tokens).tolist()
-        reward = float(tuple(tokens[1:]) == RIGHT)
-        turn = Turn(
-            observation=[START], tokens=tokens[1:], logprobs=logprobs, steps=[0] * len(RIGHT)
-        )
-        return Rollout(turns=[turn], reward=reward)
-
     def group(self, rng: np.random.Generator, number: int, size: int = 8) -> Group:
-        return Group(
-            number=number, example=Example(""), rollouts=[self.sample(rng) for _ in range(size)]
-        )
+        table = torch.log_softmax(self.logits.detach(), dim=-1).numpy()
+        rollouts = [_rollout(table, rng) for _ in range(size)]
+        return Group(number=number, example=Example(""), rollouts=rollouts)
 
     def train(
         self, data: Sequence[types.Datum], loss: str, settings: Mapping[str, float | str]
     ) -> None:
         self._adam.zero_grad()
-        loss_of(self, data, loss, settings).backward()
+        result_of(self, data, loss, settings).loss.backward()
         self._adam.step()
+
+    def set_rate(self, rate: float) -> None:
+        self._adam.param_groups[0]["lr"] = rate
+
+    def state(self) -> tuple[torch.Tensor, dict[str, object]]:
+        return deepcopy((self.logits.detach(), self._adam.state_dict()))
+
+    def load(self, state: tuple[torch.Tensor, dict[str, object]]) -> None:
+        logits, adam = deepcopy(state)
+        with torch.no_grad():
+            self.logits.copy_(logits)
+        self._adam.load_state_dict(adam)
+
+
+def _rollout(table: np.ndarray, rng: np.random.Generator) -> Rollout:
+    tokens, logprobs = [START], []
+    for _ in RIGHT:
+        row = table[tokens[-1]]
+        tokens.append(int((np.exp(row).cumsum() < rng.random()).sum().clip(max=VOCABULARY - 1)))
+        logprobs.append(float(row[tokens[-1]]))
+    turn = Turn(observation=[START], tokens=tokens[1:], logprobs=logprobs, steps=[0] * len(RIGHT))
+    return Rollout(turns=[turn], reward=float(tuple(tokens[1:]) == RIGHT))
 
 
 class TableReference(Reference):
@@ -81,34 +92,101 @@ class TableReference(Reference):
             return [self._table.logprobs(tokens).numpy() for tokens in sequences]
 
 
-def loss_of(
+class TableClient:
+    """A table in place of a training client. Its calls act at once. `saved` are its states."""
+
+    def __init__(self, saved: dict[str, tuple[torch.Tensor, dict[str, object]]]) -> None:
+        self.table = Table()
+        self.saved = saved
+        self.steps = 0
+
+    def get_tokenizer(self) -> Digits:
+        return Digits()
+
+    def forward(self, data, loss, settings=None):
+        found = self._computed(data, loss, settings)
+        return _Done(found)
+
+    def forward_backward(self, data, loss, settings=None):
+        self._batch = (list(data), loss, dict(settings or {}))
+        return self.forward(data, loss, settings)
+
+    def optim_step(self, parameters):
+        self.table.set_rate(parameters.learning_rate)
+        self.table.train(*self._batch)
+        self.steps += 1
+        return _Done(SimpleNamespace(metrics={}))
+
+    def save_state(self, name: str):
+        self.saved[name] = self.table.state()
+        return _Done(SimpleNamespace(path=name))
+
+    def _computed(self, data, loss, settings) -> SimpleNamespace:
+        with torch.no_grad():
+            result = result_of(self.table, data, loss, settings or {})
+            rows = [self.table.logprobs(_tokens(each)).tolist() for each in data]
+        sums = {
+            name: float(value)
+            for name, value in zip(LOSSES[loss].sum_names, result.sums, strict=True)
+        }
+        metrics = {"loss:sum": float(result.loss), **LOSSES[loss].metrics(sums)}
+        outputs = [
+            {"logprobs": types.TensorData(data=row, dtype="float32", shape=[len(row)])}
+            for row in rows
+        ]
+        return SimpleNamespace(metrics=metrics, loss_fn_outputs=outputs)
+
+
+class _Done:
+    """A future of the SDK that has its value."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __await__(self):
+        return self._value
+        yield
+
+
+class Digits:
+    """A tokenizer whose tokens are the digits."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [int(digit) for digit in text]
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(str, ids))
+
+
+def _tokens(datum: types.Datum) -> list[int]:
+    return [*datum.model_input.to_ints(), int(datum.loss_fn_inputs["target_tokens"].data[-1])]
+
+
+def result_of(
     table: Table, data: Sequence[types.Datum], loss: str, settings: Mapping[str, float | str]
-) -> torch.Tensor:
+) -> LossResult:
     """The server's loss of a batch, with the table's log probabilities."""
-    rows = [
-        table.logprobs(
-            [*each.model_input.to_ints(), int(each.loss_fn_inputs["target_tokens"].data[-1])]
-        )
-        for each in data
-    ]
-    names = set(data[0].loss_fn_inputs) - {"target_tokens"}
-    inputs = {
-        name: torch.cat(
-            [
-                torch.as_tensor(
-                    np.asarray(each.loss_fn_inputs[name].data), dtype=torch.float64
-                ).expand(len(row))
-                for each, row in zip(data, rows, strict=True)
-            ]
-        )
-        for name in names
+    columns = {
+        name: [np.asarray(each.loss_fn_inputs[name].data) for each in data]
+        for name in data[0].loss_fn_inputs
     }
-    sizes = tuple(len(row) for row in rows)
-    return compute(LOSSES[loss], Data(torch.cat(rows), inputs, sizes), settings).loss
+    targets = columns.pop("target_tokens")
+    sizes = tuple(map(len, targets))
+    before = np.concatenate([each.model_input.to_ints() for each in data])
+    logprobs = torch.log_softmax(table.logits, dim=-1)[before, np.concatenate(targets)]
+    inputs = {
+        name: torch.from_numpy(
+            np.concatenate(
+                [np.broadcast_to(row, size) for row, size in zip(rows, sizes, strict=True)]
+            ).astype(np.float64)
+        )
+        for name, rows in columns.items()
+    }
+    return compute(LOSSES[loss], Data(logprobs, inputs, sizes), settings)
 
 
 async def learn(
-    objective: Objective, *, seed: int, steps: int = 60, reference: Reference | None = None
+    objective: Objective, *, seed: int, steps: int = 40, reference: Reference | None = None
 ) -> float:
     """Return the probability of the right answer after `steps` steps of eight groups. It begins
     at 1/16."""

@@ -48,7 +48,7 @@ class Renderer:
         """Return the tokens of a first prompt. The template shows `tools` to the model."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)
-        if _are_messages(prompt):
+        if are_messages(prompt):
             return self._encode(self._template(prompt, tools, True))
         return _ids(prompt)
 
@@ -58,11 +58,31 @@ class Renderer:
         Messages close the answer's turn first, unless the sampled tokens did."""
         if isinstance(observation, str):
             return self._encode(observation)
-        if not _are_messages(observation):
+        if not are_messages(observation):
             return _ids(observation)
         dialogue = [_QUESTION, {"role": "assistant", "content": _MARKER}, *observation]
         added = self._encode(self._after_marker(dialogue, True))
         return added[self._closed(answer, added) :]
+
+    def answer(self, prompt: Prompt, text: str) -> list[int]:
+        """Return the tokens of a given answer to a prompt, with an end token.
+
+        For messages they are those of the chat template. Raises `ValueError` if its text with the
+        answer does not continue its text of the prompt."""
+        if are_messages(prompt):
+            before = self._template(prompt, (), True)
+            after = self._template([*prompt, {"role": "assistant", "content": text}], (), False)
+            if not after.startswith(before):
+                raise ValueError("the chat template's answer does not continue its prompt")
+            if after.endswith(self._closing):  # a sampled answer ends before the last newline
+                after = after.removesuffix(self._closing) + self._closing.rstrip()
+            tokens = self._encode(after[len(before) :])
+        else:
+            tokens = self._encode(text)
+        end = getattr(self._tokenizer, "eos_token_id", None)
+        if end is None or (tokens and tokens[-1] in self._special):
+            return tokens
+        return [*tokens, int(end)]
 
     def text(self, answer: Turn) -> str:
         """Return an answer's text, without its end token."""
@@ -152,7 +172,7 @@ def _template_of(tokenizer: Any, options: Mapping[str, object]) -> Template:
     return render
 
 
-def _are_messages(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
+def are_messages(prompt: Prompt) -> TypeGuard[Sequence[Message]]:
     return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
 
 
