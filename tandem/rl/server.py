@@ -42,10 +42,18 @@ class TandemServer:
         return found
 
     def load(self) -> dict[str, Any] | None:
+        """Return the `running` and `waiting` requests and `kv_used` of the run's engines, None
+        unless one is awake."""
         answer = self._get(f"samplers/{self._run_id}")
-        if answer is None or answer.get("kv_used") is None:
+        engines = [each["running"] for each in (answer or {}).get("engines", [])]
+        awake = [running for running in engines if running is not None]
+        if answer is None or not awake:
             return None
-        return {name: answer[name] for name in ("running", "waiting", "kv_used")}
+        return {
+            "running": sum(awake),
+            "waiting": answer["waiting"],
+            "kv_used": answer["kv_used"],
+        }
 
     def newest_step(self) -> int | None:
         answer = self._get(f"runs/{self._run_id}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def test_an_asynchronous_loop_in_flight_knows_its_tokens_versions_and_is_recorde
     assert [report.step for report in result.steps] == [1, 2, 3, 4, 5, 6]
     assert max(report.oldest for report in result.steps) == 1
     assert [score.step for score in result.evaluations] == [0, 3, 6]
+    load = asyncio.run(result.policy.load())
+    assert (load.running, load.waiting) == (0, 0)
+    assert 0 <= load.kv_used < 1
     with stack.stack.client() as client:
         [run] = client.get("runs", params={"name": "in flight"}).raise_for_status().json()["runs"]
         assert run["progress"]["percent"] == 100

@@ -1,11 +1,14 @@
 """The Python of README.md and docs/ runs unchanged, with fake workers.
 
 Snippets get their page's variables (`service`, `training`, `prompt`, `data`, `client`), and real
-ids for placeholders. A warning of the SDK fails the test."""
+ids for placeholders. A warning of the SDK fails the test. A whole script, with `__main__`, runs in
+a process of its own."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -90,6 +93,12 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, tmp_path, monkeyp
         "tinker://RUN/sampler_weights/NAME": f"tinker://{run_id}/sampler_weights/final",
     }.items():
         snippet = snippet.replace(placeholder, value)
+    if "__main__" in snippet:
+        (tmp_path / "script.py").write_text(snippet)
+        command = [sys.executable, "-W", "error::FutureWarning", "script.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         found = dict(names)
