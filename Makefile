@@ -104,6 +104,7 @@ chaos: setup     ## Kills and freezes processes, cuts connections and fills disk
 nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines of all architectures and in their own processes, 100,000 fuzzed requests.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
+	@scripts/environments.sh
 	@scripts/axe.sh
 	@.venv/bin/python -m pytest -m nightly
 	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
