@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from typing import Protocol
 
 from tandem.rl.environments.chat import Renderer
@@ -21,8 +22,9 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. An environment with tools may also have `schemas`, which the chat template
-    shows to the model: a sequence of OpenAI's `{"type": "function", "function": {...}}`."""
+    """One episode. It may also have `schemas`, which the chat template shows to the model: a
+    sequence of OpenAI's `{"type": "function", "function": {...}}`. A method `async close()` is
+    called at the end, also after an error."""
 
     async def reset(self, example: Example) -> Prompt:
         """Return the first prompt."""
@@ -59,42 +61,45 @@ async def rollout(
     seed: int | None = None,
     stop: Sequence[str] | Sequence[int] | None = None,
 ) -> Rollout:
-    """Run one episode, and return its turns with the sum of its rewards.
+    """Run one episode, close it, and return its turns with the sum of its rewards.
 
     The prompt of a turn is the previous prompt, the sampled tokens, and the tokens of the new
     observation. No token is rendered or tokenised again. `max_tokens` bounds an answer, and
     `max_length` the tokens of the whole episode. The field `ended` is "done", "max_turns" or
     "max_length"."""
-    schemas = getattr(environment, "schemas", ())
-    observation = renderer.start(await environment.reset(example), tools=schemas)
     prompt: list[int] = []
     turns: list[Turn] = []
     fields: dict[str, object] = {}
     reward, text, ended = 0.0, "", "max_turns"
-    while len(turns) < max_turns:
-        prompt += observation
-        room = max_tokens if max_length is None else min(max_tokens, max_length - len(prompt))
-        if room < 1:
-            ended = "max_length"
-            break
-        [answer] = await sample(
-            tuple(prompt),
-            n=1,
-            max_tokens=room,
-            temperature=temperature,
-            seed=_seed_of_turn(seed, len(turns)),
-            stop=stop,
-        )
-        turns.append(dataclasses.replace(answer, observation=tuple(observation)))
-        prompt += answer.tokens
-        text = renderer.text(answer)
-        step = await environment.step(text)
-        reward += step.reward
-        fields |= step.fields
-        if step.observation is None:
-            ended = "done"
-            break
-        observation = renderer.follow(answer, step.observation)
+    async with AsyncExitStack() as stack:
+        if close := getattr(environment, "close", None):
+            stack.push_async_callback(close)
+        first = await environment.reset(example)
+        observation = renderer.start(first, tools=getattr(environment, "schemas", ()))
+        while len(turns) < max_turns:
+            prompt += observation
+            room = max_tokens if max_length is None else min(max_tokens, max_length - len(prompt))
+            if room < 1:
+                ended = "max_length"
+                break
+            [answer] = await sample(
+                tuple(prompt),
+                n=1,
+                max_tokens=room,
+                temperature=temperature,
+                seed=_seed_of_turn(seed, len(turns)),
+                stop=stop,
+            )
+            turns.append(dataclasses.replace(answer, observation=tuple(observation)))
+            prompt += answer.tokens
+            text = renderer.text(answer)
+            step = await environment.step(text)
+            reward += step.reward
+            fields |= step.fields
+            if step.observation is None:
+                ended = "done"
+                break
+            observation = renderer.follow(answer, step.observation)
     if not turns:
         raise ValueError(
             f"the first prompt has {len(prompt)} tokens and max_length is {max_length}: "

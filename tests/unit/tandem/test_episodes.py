@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem.rl.environments import Renderer, Step, rollout
-from tandem.rl.rollouts import Example
+from tandem.rl.objectives import objective
+from tandem.rl.rollouts import Example, Group
 from tests.support.chat_tokenizers import ENDS, chat_tokenizer
 from tests.support.scripted_policy import ScriptedPolicy, turn
 
@@ -261,3 +262,45 @@ def test_a_function_can_take_the_templates_place():
     added = renderer.follow(turn(tokenizer.encode("A\n")), [{"role": "user", "content": "R"}])
     assert tokenizer.decode(start) == "user> Q\nassistant> "
     assert tokenizer.decode(added) == "user> R\nassistant> "
+
+
+async def test_an_environment_is_closed_also_after_an_error():
+    closed = []
+
+    class Closes(Script):
+        async def close(self):
+            closed.append(len(self.seen))
+
+    class Fails(Closes):
+        async def step(self, answer):
+            raise RuntimeError("broken")
+
+    tokenizer = chat_tokenizer("chatml")
+    options = {"renderer": Renderer(tokenizer), "max_tokens": 4}
+    sample = ScriptedPolicy([turn([7])] * 3).sample
+    await rollout(Closes([1], [[2]]), Example(""), sample=sample, **options)
+    with pytest.raises(RuntimeError, match="broken"):
+        await rollout(Fails([1], []), Example(""), sample=sample, **options)
+    assert closed == [2, 0]
+
+
+async def test_only_sampled_tokens_are_trained():
+    tokenizer = chat_tokenizer("thinking")
+    end = tokenizer.encode("<|im_end|>")
+    answers = [turn([*tokenizer.encode("one"), *end]), turn([*tokenizer.encode("two"), *end])]
+    found = await rollout(
+        Script([{"role": "user", "content": "Q"}], [[{"role": "tool", "content": "R"}]]),
+        Example(""),
+        sample=ScriptedPolicy(answers).sample,
+        renderer=Renderer(tokenizer),
+        max_tokens=9,
+    )
+    group = Group(number=0, example=Example(""), rollouts=[found])
+
+    [datum] = await objective("grpo").data([group])
+
+    targets = datum.loss_fn_inputs["target_tokens"].data
+    mask = datum.loss_fn_inputs["mask"].data
+    trained = [token for token, kept in zip(targets, mask, strict=True) if kept]
+    assert trained == [*answers[0].tokens, *answers[1].tokens]
+    assert tokenizer.decode(trained) == "one<|im_end|>two<|im_end|>"
