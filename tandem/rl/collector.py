@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Self, TypeAlias, TypeGuard, TypeVar
+from typing import Any, Self, TypeAlias, TypeGuard, TypeVar, cast
 
 from tandem.errors import describe
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Environment, Renderer, rollout
 from tandem.rl.policy import Sampler, Stop
-from tandem.rl.rewards import Reward, RewardFailed, Scorer
+from tandem.rl.rewards import Reward, RewardFailed, RewardPool, Scorer
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
 
 Result = TypeVar("Result")
@@ -35,6 +36,23 @@ def makes_environments(thing: Reward | MakeEnvironment) -> TypeGuard[MakeEnviron
         and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     return not needed
+
+
+@asynccontextmanager
+async def open_rewards(
+    thing: Reward | MakeEnvironment, config: RLConfig
+) -> AsyncIterator[RewardPool | MakeEnvironment]:
+    """Start the processes of a reward."""
+    if makes_environments(thing):
+        yield thing
+        return
+    async with RewardPool(
+        cast("Reward", thing),
+        processes=config.reward_processes,
+        timeout=config.reward_timeout,
+        failure=config.reward_failure,
+    ) as pool:
+        yield pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +87,6 @@ class Collector:
     def __init__(
         self,
         sampling: Sampling,
-        *,
         rewards: Scorer | MakeEnvironment,
         renderer: Renderer,
         concurrency: Concurrency,
@@ -83,9 +100,7 @@ class Collector:
 
     def with_sampling(self, sampling: Sampling, concurrency: Concurrency) -> Collector:
         """Return another collector with the same rewards or environments."""
-        return Collector(
-            sampling, rewards=self._rewards, renderer=self._renderer, concurrency=concurrency
-        )
+        return Collector(sampling, self._rewards, self._renderer, concurrency)
 
     async def group(self, number: int, example: Example, attempt: int, sampler: Sampler) -> Group:
         """Sample and score `example`. The samples depend on the weights, the number and the

@@ -9,16 +9,17 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
 from tandem.rl.collector import (
     Collector,
     MakeEnvironment,
     Sampling,
     first_error,
-    makes_environments,
+    open_rewards,
 )
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
@@ -38,36 +39,31 @@ _REFILLS = 10
 """How many batches a step may sample for groups with a signal. Then it takes the others, too."""
 
 
+class Options(TypedDict, total=False):
+    """`tokenizer` is by default the client's. `evaluation` runs in the background. Without
+    `tracked`, a Tandem gateway records the run, and False records nothing. `reference` is the
+    frozen policy of a KL, or a teacher."""
+
+    tokenizer: Any
+    evaluation: Evaluation | None
+    tracked: Tracked | Literal[False] | None
+    reference: Reference | None
+
+
 def train(
     training: Training,
     dataset: Sequence[Example],
     reward_or_environment: Reward | MakeEnvironment,
     config: RLConfig,
-    *,
-    tokenizer: Any = None,
-    evaluation: Evaluation | None = None,
-    tracked: Tracked | Literal[False] | None = None,
-    reference: Reference | None = None,
+    **options: Unpack[Options],
 ) -> Result:
     """Train a policy with rewards of its own rollouts. docs/loop.md has examples.
 
     `training` is a training client, or a function that makes one from a saved state's path, such as
     `resumable(service, model)`. Only with a function does a loop continue from `config.out`.
     `reward_or_environment` is a function of an example and an answer, or an environment's class.
-    The tokenizer is by default the client's. Without `tracked`, a Tandem gateway records the run;
-    False records nothing. Ctrl-C ends all rollouts."""
-    return asyncio.run(
-        train_async(
-            training,
-            dataset,
-            reward_or_environment,
-            config,
-            tokenizer=tokenizer,
-            evaluation=evaluation,
-            tracked=tracked,
-            reference=reference,
-        )
-    )
+    Ctrl-C ends all rollouts."""
+    return asyncio.run(train_async(training, dataset, reward_or_environment, config, **options))
 
 
 async def train_async(
@@ -75,48 +71,39 @@ async def train_async(
     dataset: Sequence[Example],
     reward_or_environment: Reward | MakeEnvironment,
     config: RLConfig,
-    *,
-    tokenizer: Any = None,
-    evaluation: Evaluation | None = None,
-    tracked: Tracked | Literal[False] | None = None,
-    reference: Reference | None = None,
+    **options: Unpack[Options],
 ) -> Result:
     """Do as `train`, in the running event loop."""
-    if config.save_every and config.out is None:
-        raise ValueError("save_every needs `out`, a folder for the state of the loop")
+    tokenizer, tracked = options.get("tokenizer"), options.get("tracked")
+    reference = options.get("reference")
     chosen = objective(
         config.objective,
         max_tokens=config.max_tokens,
         kl_coefficient=config.kl_coefficient,
         **config.objective_options,
     )
+    if chosen.needs_reference and reference is None:
+        raise ValueError(f"{chosen.name} with a KL or a teacher needs train(…, reference=…)")
+    if config.save_every and config.out is None:
+        raise ValueError("save_every needs `out`, a folder for the state of the loop")
     order = ExampleOrder(dataset, seed=config.seed, shuffle=config.shuffle)
     state = LoopState.read(config.out, seed=config.seed, examples=len(dataset))
     policy = await open_policy(
         training, path=state.path, step=state.policy_step, in_flight=config.in_flight
     )
     async with AsyncExitStack() as stack:
-        rewards: RewardPool | MakeEnvironment
-        if makes_environments(reward_or_environment):
-            rewards = reward_or_environment
-        else:
-            pool = RewardPool(
-                cast("Reward", reward_or_environment),
-                processes=config.reward_processes,
-                timeout=config.reward_timeout,
-                failure=config.reward_failure,
-            )
-            rewards = await stack.enter_async_context(pool)
-        if tokenizer is None and isinstance(policy, TinkerPolicy):
-            tokenizer = await asyncio.to_thread(policy.training.get_tokenizer)
-        if tracked is None and isinstance(policy, TinkerPolicy):
-            run = await policy.track(name=config.name, tags=config.tags, config=config.to_record())
-            if run is not None:
+        rewards = await stack.enter_async_context(open_rewards(reward_or_environment, config))
+        if isinstance(policy, TinkerPolicy):
+            tokenizer = tokenizer or await asyncio.to_thread(policy.training.get_tokenizer)
+            if tracked is None:
+                record = config.to_record()
+                run = await policy.track(name=config.name, tags=config.tags, config=record)
+            if tracked is None and run is not None:
                 tracked = run
                 stack.push_async_callback(asyncio.to_thread, run.finish)
         try:
             async with asyncio.TaskGroup() as tasks:
-                loop = _Loop(
+                return await _Loop(
                     policy,
                     config,
                     tasks=tasks,
@@ -125,11 +112,10 @@ async def train_async(
                     objective=chosen,
                     rewards=rewards,
                     renderer=Renderer(tokenizer),
-                    evaluation=evaluation,
+                    evaluation=options.get("evaluation"),
                     tracked=tracked or None,
                     reference=reference,
-                )
-                return await loop.run()
+                ).run()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
@@ -155,10 +141,7 @@ class _Loop:
         self._tracked, self._renderer = tracked, renderer
         self._concurrency = Concurrency(config.max_concurrency)
         self._collector = Collector(
-            Sampling.of_config(config),
-            rewards=rewards,
-            renderer=renderer,
-            concurrency=self._concurrency,
+            Sampling.of_config(config), rewards, renderer, self._concurrency
         )
         self._producer = Producer(
             order,
@@ -195,7 +178,7 @@ class _Loop:
             self._step += 1
             producer.finish(batch)
             self._report(batch, metrics)
-            if config.out is not None and self._due(config.save_every, last=True):
+            if config.out is not None and self._is_due(config.save_every):
                 await self._save(config.out)
             self._start_evaluation()
             if publishing is not None:
@@ -253,48 +236,41 @@ class _Loop:
 
     async def _train(self, batch: list[Group]) -> dict[str, float]:
         """Make the optimizer steps of a batch. Returns the metrics of the last one."""
-        config, policy = self._config, self._policy
+        config, policy, chosen = self._config, self._policy, self._objective
         metrics: Mapping[str, float] = {}
         self._trained_at = policy.step
         for first in range(min(config.substeps, len(batch))):
-            data = await self._objective.data(
+            data = await chosen.data(
                 batch[first :: config.substeps], reference=self._reference, step=policy.step
             )
             metrics = await policy.train(
-                data,
-                self._objective.loss,
-                self._objective.settings,
-                config.learning_rate,
-                config.grad_clip_norm,
+                data, chosen.loss, chosen.settings, config.learning_rate, config.grad_clip_norm
             )
         return dict(metrics)
 
     async def _save(self, out: Path) -> None:
         """Save the trainer, then the state that belongs to it."""
-        producer = self._producer
-        cursor, under_way = producer.cursor, tuple(producer.under_way)
+        cursor, under_way = self._producer.cursor, tuple(self._producer.under_way)
         path = await self._policy.save(f"step-{self._step:06d}")
-        self._state = LoopState(
+        self._state = replace(
+            self._state,
             step=self._step,
             policy_step=self._policy.step,
             cursor=cursor,
             under_way=under_way,
             path=path,
-            seed=self._state.seed,
-            examples=self._state.examples,
             dropped=dict(self._dropped()),
         )
         await asyncio.to_thread(self._state.write, out)
 
     def _start_evaluation(self) -> None:
         """Evaluate the present weights. The snapshot is asked for before the next gradients."""
-        if self._evaluations is not None and self._due(self._config.evaluate_every, last=True):
+        if self._evaluations is not None and self._is_due(self._config.evaluate_every):
             self._evaluations.start(self._step, self._policy.snapshot())
 
-    def _due(self, every: int, *, last: bool) -> bool:
-        return (last and self._step == self._config.steps) or (
-            every > 0 and self._step % every == 0
-        )
+    def _is_due(self, every: int) -> bool:
+        """Whether this step is the last one, or a multiple of `every`."""
+        return self._step == self._config.steps or (every > 0 and self._step % every == 0)
 
     def _report(self, batch: list[Group], metrics: dict[str, float]) -> None:
         report = report_of(
@@ -307,9 +283,7 @@ class _Loop:
         )
         self._reports.append(report)
         if self._tracked is not None:
-            failed = {
-                f"failed_rewards/{name}": count for name, count in self._failed_rewards.items()
-            }
+            failed = {f"failed_rewards/{name}": n for name, n in self._failed_rewards.items()}
             self._tracked.log(self._step, {**report.values(), **failed})
             self._tracked.rollouts(self._step, rows_of(batch, self._renderer))
 

@@ -45,9 +45,11 @@ class TandemServer:
         """Return the `running` and `waiting` requests and `kv_used` of the run's engines, None
         unless one is awake."""
         answer = self._get(f"samplers/{self._run_id}")
-        engines = [each["running"] for each in (answer or {}).get("engines", [])]
+        if answer is None:
+            return None
+        engines = [each["running"] for each in answer["engines"]]
         awake = [running for running in engines if running is not None]
-        if answer is None or not awake:
+        if not awake:
             return None
         return {
             "running": sum(awake),

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from tinker import ServiceClient
 
-from tandem.rl import Evaluation, Example, Result, RLConfig, resumable, train
+from tandem.rl import Evaluation, Result, RLConfig, resumable, train
+from tests.support.rl_script import PROBLEMS, share_of_digits
 from tests.support.stacks import TIED, TestStack
+from tests.support.waiting import wait_until
 
-PROBLEMS = [Example([5 + number, 6, 7]) for number in range(12)]
 CONFIG = RLConfig(
     steps=4,
     groups_per_step=4,
@@ -21,10 +29,6 @@ CONFIG = RLConfig(
     stop=(),
     grad_clip_norm=1.0,
 )
-
-
-def share_of_digits(_example: Example, answer: str) -> float:
-    return sum(letter.isdigit() for letter in answer) / 8
 
 
 def losses(result: Result) -> list[float]:
@@ -71,3 +75,89 @@ def test_an_asynchronous_loop_in_flight_knows_its_tokens_versions_and_is_recorde
         assert run["last"]["evaluation/reward"] == result.evaluations[-1].reward
         rollouts = client.get(f"runs/{run['id']}/rollouts").raise_for_status().json()
         assert rollouts["total_count"] == 16
+
+
+def start_script(stack: TestStack, folder: Path) -> subprocess.Popen[bytes]:
+    folder.mkdir(exist_ok=True)
+    endpoint = stack.stack.endpoint
+    arguments = [endpoint.url, endpoint.api_key, TIED, str(folder / "out"), str(folder / "losses")]
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.support.rl_script", *arguments], stdout=log, stderr=log
+        )
+
+
+def written(folder: Path) -> list[tuple[int, float]]:
+    file = folder / "losses"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [tuple(json.loads(line)) for line in lines]
+
+
+def await_losses(folder: Path, script: subprocess.Popen[bytes], *, count: int) -> None:
+    def there() -> bool:
+        assert script.poll() is None, (folder / "log").read_text()
+        return len(written(folder)) >= count
+
+    wait_until(there, timeout=240, what=f"{count} steps have a loss")
+
+
+def await_end(folder: Path, script: subprocess.Popen[bytes]) -> None:
+    assert script.wait(timeout=300) == 0, (folder / "log").read_text()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(stack: TestStack, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """The losses by step."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    await_end(folder, start_script(stack, folder))
+    return dict(written(folder))
+
+
+@pytest.mark.slow
+def test_a_script_killed_twice_computes_the_losses_of_an_uninterrupted_one(
+    stack: TestStack, uninterrupted: dict[int, float], tmp_path: Path
+) -> None:
+    for count in (3, 6):  # the second time after steps 3 and 4, or 3, 4 and 5
+        script = start_script(stack, tmp_path)
+        await_losses(tmp_path, script, count=count)
+        script.send_signal(signal.SIGKILL)
+        script.wait()
+        assert len(written(tmp_path)) < 10
+    await_end(tmp_path, start_script(stack, tmp_path))
+    found = written(tmp_path)
+    assert dict(found) == uninterrupted
+    assert all(loss == uninterrupted[step] for step, loss in found), "repeated steps, too"
+    assert len(found) > 8, "some steps were repeated"
+
+
+def kill_worker(kind: str, stack: TestStack) -> None:
+    workers = [each for each in stack.status()["workers"] if each["kind"] == kind]
+    for worker in workers:
+        for process in stack.processes_of(worker):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def kill_gateway(stack: TestStack) -> None:
+    stack.stack.process.kill()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "kill",
+    [
+        pytest.param(lambda stack: kill_worker("trainer", stack), id="trainer"),
+        pytest.param(lambda stack: kill_worker("sampler", stack), id="engine"),
+        pytest.param(kill_gateway, id="gateway"),
+    ],
+)
+def test_a_loop_whose_server_is_killed_computes_the_losses_of_an_undisturbed_one(
+    kill: Callable[[TestStack], None],
+    stack: TestStack,
+    uninterrupted: dict[int, float],
+    tmp_path: Path,
+) -> None:
+    script = start_script(stack, tmp_path)
+    await_losses(tmp_path, script, count=3)
+    kill(stack)
+    await_end(tmp_path, script)
+    assert written(tmp_path) == sorted(uninterrupted.items())
