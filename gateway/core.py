@@ -42,6 +42,7 @@ from gateway.runs.registry import RunRegistry
 from gateway.runs.stopping import Stop
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
+from gateway.sampling.autoscaling import Autoscaler
 from gateway.sampling.router import SamplerRouter
 from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
 from gateway.storage.data_directory import (
@@ -243,6 +244,7 @@ class Gateway:
             sessions=self.sessions,
             limits=self.limits,
         )
+        self.autoscaler = Autoscaler(self.samplers)
         self.sampling = SamplingSessionRegistry(
             database=database,
             models=self.models,

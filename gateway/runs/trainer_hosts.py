@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from gateway.runs.run import Run
 from gateway.runs.trainer_host import HostedRun, TrainerHost
+from gateway.sampling.replicas import ReplicaRange
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.request_maker import RequestMaker, sampler_of
 from gateway.workers.requests import WorkerRequest
@@ -70,6 +71,8 @@ class TrainerHosts:
 
     def _joined(self, host: TrainerHost, run: Run) -> TrainerHost:
         host.runs[run.id], run.host = run, host
+        if host.sampler and (allowed := ReplicaRange.of(run.options)):
+            self.samplers.allow(host.sampler, allowed)
         return host
 
     async def place(self, run: Run) -> None:

@@ -278,6 +278,13 @@ class SamplerEngine:
         await self.supervisor.release(self.key, holder=self.sampler)
         self.adapter.unregister(self.key)
 
+    async def rest(self) -> None:
+        """Give back its place. Return when nothing is left of its process. The next request starts
+        it again."""
+        self._forget_process()
+        self._set_state("idle", "nobody used it")
+        await self.supervisor.release(self.key, holder=self.sampler)
+
     async def abandon(self) -> None:
         """Leave the process to the next gateway."""
         self._set_state("stopped")

@@ -18,6 +18,7 @@ from gateway.sampling.balancer import Balancer
 from gateway.sampling.engine import SamplerEngine
 from gateway.workers.request_maker import engine_key
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import RunOptions
 from tandem.errors import LoadFailed, TandemError, WorkerStartFailed
 from tandem.telemetry import get_log
 
@@ -27,6 +28,19 @@ samples of it. A `partial` one is loaded by further engines for their next sampl
 
 _PATIENCE = 300.0
 """Seconds in which a leaving engine may finish its sent requests."""
+
+
+@dataclass(frozen=True)
+class ReplicaRange:
+    """The least and most engines of a sampler. Between them, their number follows its queue."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def of(cls, options: RunOptions) -> ReplicaRange | None:
+        """Return the range of a run or session, None if its number of engines is fixed."""
+        return cls(options.min_replicas, options.max_replicas) if options.max_replicas else None
 
 
 @dataclass(eq=False)
@@ -44,7 +58,7 @@ class Replicas:
     unsent calls back for others, or with True all repeatable calls. `prepare` returns when a
     serving engine is ready for requests. `spread` takes back surplus requests of engines. `failed`
     is called when no engine serves, starts or waits. `requests` returns the requests for the rows
-    of a number of engines."""
+    of a number of engines. `allowed` is None for a fixed number."""
 
     first: SamplerEngine
     balancer: Balancer[SamplerEngine]
@@ -53,6 +67,7 @@ class Replicas:
     spread: Callable[[], None]
     failed: Callable[[TandemError], None]
     requests: Callable[[int], Sequence[WorkerRequest]]
+    allowed: ReplicaRange | None = None
 
     def __post_init__(self) -> None:
         self.engines = [self.first]
@@ -61,6 +76,11 @@ class Replicas:
         self._placing: asyncio.Task[None] | None = None
         self.first.on_change = partial(self._on_change, self.first)
         self._log = get_log(session_id=self.first.session_id)
+
+    @property
+    def running(self) -> int:
+        """The number of engines with a place or on the way to it."""
+        return sum(each.row is not None or each.state != "idle" for each in self.engines)
 
     @property
     def leaving(self) -> Sequence[SamplerEngine]:

@@ -17,6 +17,7 @@ from gateway.owners.limits import Quotas, overloaded
 from gateway.owners.sessions.registry import Session, SessionRegistry
 from gateway.owners.usage.meter import SampleMeter
 from gateway.sampling.engine import SamplerEngine
+from gateway.sampling.replicas import ReplicaRange
 from gateway.sampling.sampler import Check, SampleCall, Sampler, SamplerKey
 from gateway.storage.futures.table import Future
 from gateway.workers.engine_adapter import EngineAdapter
@@ -61,6 +62,8 @@ class SamplerRouter:
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._kept: set[str] = set()
         """Keys of the samplers whose engines a trainer keeps."""
+        self._ranges: dict[str, ReplicaRange | None] = {}
+        """By key: the ranges of runs, and ranges that were set later."""
 
     async def take_up_engines(self, sampled: Sequence[tuple[str, str, int]]) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
@@ -255,6 +258,12 @@ class SamplerRouter:
         if size is not None and (reason := why_unserved_by_cpu(size)):
             raise InvalidRequest(f"the model {model_name} cannot be sampled here: {reason}")
 
+    def allow(self, key: str, allowed: ReplicaRange | None) -> None:
+        """Set the range of a sampler's engines. The sampler may not exist yet."""
+        self._ranges[key] = allowed
+        if (sampler := self._samplers.get(key)) is not None:
+            sampler.replicas.allowed = allowed
+
     async def scale(self, sampler: Sampler, replicas: int, *, wait: float) -> None:
         """Set the number of a sampler's engines. New ones need devices within `wait` seconds, or
         nothing changes. Surplus engines end when idle. Raises `NoRoom`, `InvalidRequest` if no
@@ -391,6 +400,7 @@ class SamplerRouter:
                 sampler.users.discard(session_id)
                 if not sampler.users:
                     ended.append(self._samplers.pop(key))
+                    self._ranges.pop(key, None)
                 else:
                     self._pass_on(sampler)
         await asyncio.gather(*(sampler.stop(error) for sampler in ended))
@@ -414,8 +424,10 @@ class SamplerRouter:
         `LimitExceeded` above the owner's number of engines."""
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
         options = self._options_of(session, model.name)
+        allowed = self._ranges.get(str(key), ReplicaRange.of(options))
+        asked = max(options.replicas, allowed.least if allowed else 1)
         # A run of the session may have asked for more, or the sampler was scaled.
-        replicas = self._replicas_of(str(key), asked=options.replicas)
+        replicas = self._replicas_of(str(key), asked=asked)
 
         def requests(number: int) -> list[WorkerRequest]:
             return self.engine_requests(
@@ -453,6 +465,7 @@ class SamplerRouter:
             requests=requests,
         )
         sampler.replicas.resize(replicas)
+        sampler.replicas.allowed = allowed
         return sampler
 
     def _options_of(self, session: Session, model_name: str) -> RunOptions:

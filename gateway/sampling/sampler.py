@@ -529,6 +529,11 @@ class Sampler:
 
     # --- Ends ---------------------------------------------------------------------------------
 
+    async def rest(self) -> None:
+        """Let the only engine rest until the next request, if it is idle."""
+        if len(self.engines) == 1 and self.engine.serves and not self.engine.demand:
+            await self.engine.rest()
+
     async def stop(self, error: TandemError) -> None:
         self._stopped = error
         for sample in self.samples.values():

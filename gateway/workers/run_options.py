@@ -65,7 +65,8 @@ class RunOptions(BaseModel):
     """The options of a run for its trainer and its session's sampler.
 
     With `sampler` False, the run only trains. `replicas` engines serve the session, each with
-    `sampler_ranks` devices. `shards` of the `ranks` hold one copy of the model. None means the
+    `sampler_ranks` devices. Unless `max_replicas` is 0, their number follows the queue, from
+    `min_replicas` on. `shards` of the `ranks` hold one copy of the model. None means the
     ranks of a node, until it is settled. Of the shards, `tensor_parallel` ranks divide the matrices
     and compute the same datums. `share` says when a LoRA run shares a trainer and its engines.
     Without a group, all groups are allowed. The run ends at its `deadline`. Of its saved
@@ -97,6 +98,8 @@ class RunOptions(BaseModel):
     share: Share = "when_full"
     start_timeout: float = Field(300.0, gt=0, description=f"seconds, {_LONGEST_START:g} at most")
     replicas: Annotated[int, _between(1, 64)] = 1
+    min_replicas: Annotated[int, _between(0, 64)] = 1
+    max_replicas: Annotated[int, _between(0, 64)] = 0
     sampler_ranks: Annotated[int, _between(1, 64)] = 1
     priority: Annotated[int, _between(-10, 10)] = 0
     deadline: Annotated[str, BeforeValidator(_deadline)] = Field(
@@ -178,6 +181,12 @@ def options_of(
         (_named_in(run), "user_metadata"),
     ):
         options = _changed(options, changes, where)
+    if 0 < options.max_replicas < max(options.min_replicas, options.replicas):
+        raise InvalidRequest(
+            f"{_PREFIX}max_replicas is {options.max_replicas}, which is below "
+            f"{_PREFIX}min_replicas ({options.min_replicas}) or {_PREFIX}replicas "
+            f"({options.replicas})"
+        )
     if options.priority > 0 and not admin:
         raise PermissionDenied(
             f"{_PREFIX}priority is {options.priority}: above 0 it is for administrators"

@@ -12,7 +12,7 @@ from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, PathText
 from gateway.api.routing import Router
 from gateway.api.tinker.sampling import sampler_of
-from gateway.sampling.replicas import VersionState
+from gateway.sampling.replicas import ReplicaRange, VersionState
 from gateway.sampling.sampler import Sampler
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
@@ -30,11 +30,25 @@ router = Router("/api/tandem/v1", tag="Tandem")
 
 
 class ScaleSampler(BaseModel):
-    """`replicas` is the new number of engines. New ones may wait `wait` seconds for their places,
-    which they get together or not at all."""
+    """`replicas` is the new number of engines, or else `min` and `max`, between which the number
+    follows the queue. With the minimum 0, the last engine gives back its place after 10 minutes
+    without a sample. New engines may wait `wait` seconds for their places, which they get together
+    or not at all."""
 
-    replicas: Annotated[int, Field(ge=1, le=64)]
+    replicas: Annotated[int | None, Field(ge=1, le=64)] = None
+    min: Annotated[int, Field(ge=0, le=64)] = 1
+    max: Annotated[int | None, Field(ge=1, le=64)] = None
     wait: Annotated[float, Field(ge=0, le=600)] = 0.0
+
+    def replica_range(self) -> ReplicaRange | None:
+        """Return the range, None for a fixed number. Raises `InvalidRequest`."""
+        if (self.replicas is None) == (self.max is None):
+            raise InvalidRequest("give either replicas, or max with or without min")
+        if self.max is None:
+            return None
+        if self.max < self.min:
+            raise InvalidRequest(f"max is {self.max}, which is below min ({self.min})")
+        return ReplicaRange(self.min, self.max)
 
 
 class EngineCounts(Answer):
@@ -57,10 +71,20 @@ class EngineCounts(Answer):
 
 
 class ScaledSampler(EngineCounts):
-    """`sessions` are the sampler's sessions."""
+    """`sessions` are the sampler's sessions. `min` and `max` are null for a fixed number."""
 
     base_model: str
     sessions: list[str]
+    min: int | None
+    max: int | None
+
+    @classmethod
+    def of_sampler(cls, sampler: Sampler, **others: object) -> Self:
+        allowed = sampler.replicas.allowed
+        least, most = (allowed.least, allowed.most) if allowed else (None, None)
+        return super().of_sampler(
+            sampler, base_model=sampler.model.name, min=least, max=most, **others
+        )
 
 
 class SamplerEngineState(Answer):
@@ -119,7 +143,6 @@ async def sampler_state(target: PathText, access: AccessDep) -> SamplerState:
     names = seen({name for each in sampler.engines for name in (*each.loaded, *each.refused)})
     return SamplerState.of_sampler(
         sampler,
-        base_model=sampler.model.name,
         sessions=sorted(sampler.users & mine),
         waiting=sampler.unsent + sum(about.waiting + about.queued for about in known),
         kv_used=max((about.kv_used for about in known), default=0.0),
@@ -164,9 +187,11 @@ async def scale_sampler(target: PathText, body: ScaleSampler, access: AccessDep)
     """Set the number of engines of a run, a sampling session, or a session with one sampler. New
     engines get their places at once, or nothing changes. They start, load the last used version,
     and then get requests. Surplus engines get no new requests, finish their current ones, and
-    release their places. The number holds until the sampler ends, and can be changed at any time.
-    """
-    access.audit.note(target, replicas=str(body.replicas))
+    release their places. A number holds until the sampler ends, `min` and `max` also end with the
+    gateway. Both can be changed at any time."""
+    allowed = body.replica_range()
+    number = str(body.replicas) if allowed is None else f"{allowed.least} to {allowed.most}"
+    access.audit.note(target, replicas=number)
     sampler = await _sampler(target, access)
     sessions = access.gateway.sessions
     owners = {found.owner for user in sampler.users if (found := sessions.get(user)) is not None}
@@ -174,10 +199,14 @@ async def scale_sampler(target: PathText, body: ScaleSampler, access: AccessDep)
         raise PermissionDenied(
             "the sampler is shared with sessions of other owners; an admin can scale it"
         )
-    await access.gateway.samplers.scale(sampler, body.replicas, wait=body.wait)
-    return ScaledSampler.of_sampler(
-        sampler, base_model=sampler.model.name, sessions=sorted(sampler.users)
-    )
+    has = len(sampler.engines)
+    replicas = body.replicas or has
+    if allowed is not None:
+        replicas = min(max(has, allowed.least), allowed.most)
+    if replicas != has or allowed is None:
+        await access.gateway.samplers.scale(sampler, replicas, wait=body.wait)
+    access.gateway.samplers.allow(str(sampler.key), allowed)
+    return ScaledSampler.of_sampler(sampler, sessions=sorted(sampler.users))
 
 
 async def _sampler(target: str, access: Access) -> Sampler:

@@ -63,6 +63,33 @@ def test_what_a_run_was_scaled_to_outlives_the_gateway_until_its_session_ends(st
         assert not gate.placed()
 
 
+def test_a_range_is_set_at_once_and_a_number_ends_it(start):
+    def put(target: str, **body):
+        return gate.http().put(f"{OWN}/samplers/{target}/replicas", json=body)
+
+    with start() as gate:
+        run = gate.run_id(gate.session_id())
+        answer = put(run, min=2, max=2).json()
+        assert (answer["replicas"], answer["min"], answer["max"]) == (2, 2, 2)
+        assert placed(gate) == [1, 1]
+        answer = put(run, min=0, max=2).json()
+        assert (answer["replicas"], answer["min"], answer["max"]) == (2, 0, 2)
+        assert put(run, replicas=1).json()["max"] is None
+        for wrong in ({}, {"replicas": 1, "max": 2}, {"min": 3, "max": 2}):
+            refused = put(run, **wrong)
+            assert (refused.status_code, refused.json()["type"]) == (400, "invalid_request")
+
+
+def test_a_range_in_the_metadata_of_a_run_outlives_the_gateway(start):
+    with start() as gate:
+        run = gate.run_id(gate.session_id(), min_replicas="2", max_replicas="2")
+    for _ in range(2):
+        with start() as gate:
+            shown = gate.http().get(f"{OWN}/samplers/{run}").json()
+            assert (shown["min"], shown["max"]) == (2, 2)
+            wait_until(lambda: placed(gate) == [1, 1])
+
+
 def test_others_have_the_room_or_none_and_may_not_scale_what_is_not_theirs(start):
     with start() as gate:
         first, second = (gate.session_id() for _ in range(2))
