@@ -218,8 +218,11 @@ class _Pairs:
     def values(self, metrics: Mapping[str, float]) -> dict[str, float]:
         return {
             "loss": metrics["loss:sum"],
-            "accuracy": metrics["accuracy:mean"],
-            "margin": metrics["margin:mean"],
+            **{
+                name: metrics[f"{name}:mean"]
+                for name in ("accuracy", "margin")
+                if f"{name}:mean" in metrics
+            },
         }
 
 
@@ -275,7 +278,7 @@ class _Judgements:
             **{
                 f"{kind}_reward": metrics[f"{name}_reward:sum"] / metrics[f"{name}:sum"]
                 for kind, name in (("good", "desirable"), ("bad", "undesirable"))
-                if metrics[f"{name}:sum"]
+                if metrics.get(f"{name}:sum")
             },
         }
 
