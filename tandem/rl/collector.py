@@ -122,7 +122,7 @@ class Collector:
             clock = asyncio.get_running_loop().time
             started = clock()
             turns = await sampler.sample(
-                self._renderer.start(example.prompt),
+                self._renderer.prompt(example.prompt),
                 n=sampling.count,
                 max_tokens=sampling.max_tokens,
                 temperature=sampling.temperature,

@@ -192,7 +192,7 @@ class _Row:
 
     @classmethod
     def of(cls, prompt: Prompt, answer: str, renderer: Renderer) -> _Row:
-        return cls(renderer.start(prompt), renderer.answer(prompt, answer))
+        return cls(renderer.prompt(prompt), renderer.answer(prompt, answer))
 
     @property
     def sequence(self) -> list[int]:

@@ -98,13 +98,13 @@ def answers_of(example: Example, renderer: Renderer) -> list[tuple[list[int], li
     Raises `ValueError` if it has no answer."""
     prompt = example.prompt
     if "answer" in example.data:
-        return [(renderer.start(prompt), renderer.answer(prompt, str(example.data["answer"])))]
+        return [(renderer.prompt(prompt), renderer.answer(prompt, str(example.data["answer"])))]
     if not are_messages(prompt):
         raise ValueError(
             f"the example {prompt!r:.80} has no answer: set data['answer'], or give a dialogue"
         )
     found = [
-        (renderer.start(prompt[:place]), renderer.answer(prompt[:place], _content(message)))
+        (renderer.prompt(prompt[:place]), renderer.answer(prompt[:place], _content(message)))
         for place, message in enumerate(prompt)
         if place and message.get("role") == "assistant"
     ]

@@ -18,7 +18,7 @@ ISOLATIONS = ["bubblewrap", "unshare", "limits"]
 async def isolation(request, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     try:
-        await Sandbox(isolation=request.param).run(["true"])
+        await Sandbox(isolation=request.param).run_program(["true"])
     except SandboxFailed as error:
         pytest.skip(f"not on this machine: {error}")
     yield request.param
@@ -66,7 +66,7 @@ async def test_an_error_and_its_text_come_back(isolation):
     result = await sandbox.python("raise KeyError('x')")
     assert (result.exit_code, result.reason, result.succeeded) == (1, "exited", False)
     assert "KeyError: 'x'" in result.stderr
-    missing = await sandbox.run(["no-such-program"])
+    missing = await sandbox.run_program(["no-such-program"])
     assert (missing.exit_code, missing.stderr) == (
         127,
         "no-such-program: No such file or directory\n",
@@ -153,7 +153,9 @@ async def test_code_that_kills_its_supervisor_ends_too(isolation):
 
 
 async def test_a_cancelled_run_ends_its_processes(isolation):
-    run = asyncio.create_task(Sandbox(isolation=isolation, timeout=600).run(["sleep", "600"]))
+    run = asyncio.create_task(
+        Sandbox(isolation=isolation, timeout=600).run_program(["sleep", "600"])
+    )
     await until(lambda: any(name_of(each) == "sleep" for each in below()))
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -162,7 +164,7 @@ async def test_a_cancelled_run_ends_its_processes(isolation):
 
 
 async def test_input_that_nobody_reads_is_no_error(isolation):
-    result = await Sandbox(isolation=isolation).run(["true"], stdin="x" * 10**6)
+    result = await Sandbox(isolation=isolation).run_program(["true"], stdin="x" * 10**6)
     assert result.succeeded
 
 
@@ -185,14 +187,14 @@ async def test_namespaces_have_no_network_and_bubblewrap_shows_no_files(isolatio
 
 async def test_nothing_of_the_callers_environment_is_visible(isolation, monkeypatch):
     monkeypatch.setenv("A_SECRET_KEY", "hunter2")
-    result = await Sandbox(isolation=isolation).run(["env"])
+    result = await Sandbox(isolation=isolation).run_program(["env"])
     assert "hunter2" not in result.stdout
 
 
 async def test_files_stay_inside_the_folder():
     for name in ("../x", "/x", ""):
         with pytest.raises(ValueError, match="not inside"):
-            await Sandbox(isolation="limits").run(["true"], files={name: ""})
+            await Sandbox(isolation="limits").run_program(["true"], files={name: ""})
 
 
 async def test_the_strongest_isolation_that_works_is_found_once():
@@ -206,5 +208,5 @@ async def test_the_strongest_isolation_that_works_is_found_once():
 async def test_an_isolation_that_the_machine_lacks_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxFailed, match="bwrap is not installed"):
-        await Sandbox(isolation="bubblewrap").run(["true"])
+        await Sandbox(isolation="bubblewrap").run_program(["true"])
     assert await Sandbox().find_isolation() == "limits"

@@ -44,7 +44,7 @@ class Renderer:
         self._tokenizer: TextTokenizer = tokenizer
         self._template = template or _template_of(tokenizer, options)
 
-    def start(self, prompt: Prompt, *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
+    def prompt(self, prompt: Prompt, *, tools: Sequence[Mapping[str, object]] = ()) -> list[int]:
         """Return the tokens of a first prompt. The template shows `tools` to the model."""
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt)

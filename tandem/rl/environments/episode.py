@@ -75,7 +75,7 @@ async def rollout(
         if close := getattr(environment, "close", None):
             stack.push_async_callback(close)
         first = await environment.reset(example)
-        observation = renderer.start(first, tools=getattr(environment, "schemas", ()))
+        observation = renderer.prompt(first, tools=getattr(environment, "schemas", ()))
         while len(turns) < max_turns:
             prompt += observation
             room = max_tokens if max_length is None else min(max_tokens, max_length - len(prompt))

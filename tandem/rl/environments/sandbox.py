@@ -82,9 +82,9 @@ class Sandbox:
     ) -> SandboxResult:
         """Run code with this process's Python and its packages."""
         files = {**(files or {}), "main.py": code}
-        return await self.run([sys.executable, "-B", "main.py"], stdin=stdin, files=files)
+        return await self.run_program([sys.executable, "-B", "main.py"], stdin=stdin, files=files)
 
-    async def run(
+    async def run_program(
         self,
         argv: Sequence[str],
         *,
@@ -119,7 +119,7 @@ class Sandbox:
 
     async def _works(self, isolation: Isolation) -> bool:
         try:
-            result = await dataclasses.replace(self, isolation=isolation).run(["true"])
+            result = await dataclasses.replace(self, isolation=isolation).run_program(["true"])
         except SandboxFailed:
             return False
         return result.succeeded
@@ -171,7 +171,7 @@ class Sandbox:
 
     def _command(self, folder: Path, argv: list[str], isolation: Isolation, fd: int) -> list[str]:
         inside = "/tmp" if isolation == "bubblewrap" else str(folder)
-        task = supervisor.Task(
+        task = supervisor.SandboxTask(
             argv=argv,
             folder=inside,
             control=fd,

@@ -28,7 +28,7 @@ LONGEST_KILL = 5.0
 
 
 @dataclass(frozen=True)
-class Task:
+class SandboxTask:
     """`outside` names the caller's process namespace. In another one, everything may be killed."""
 
     argv: list[str]
@@ -54,7 +54,7 @@ def process_namespace() -> str:
 
 
 def main() -> None:
-    task = Task(**json.loads(sys.argv[1]))
+    task = SandboxTask(**json.loads(sys.argv[1]))
     os.set_inheritable(task.control, False)
     control = socket.socket(fileno=task.control)
     with contextlib.suppress(OSError, AttributeError):  # not on macOS
@@ -74,7 +74,7 @@ def main() -> None:
     os._exit(0)
 
 
-def become(task: Task) -> None:
+def become(task: SandboxTask) -> None:
     """Turn into the sandboxed program."""
     try:
         os.setsid()
@@ -111,7 +111,7 @@ def tasks_of_user() -> int:
     return count
 
 
-def watch(task: Task, child: int, wakers: list[int]) -> tuple[str, int]:
+def watch(task: SandboxTask, child: int, wakers: list[int]) -> tuple[str, int]:
     """Wait for the end or the first broken limit. Return the reason and the exit code."""
     deadline = time.monotonic() + task.timeout
     disk_at = 0.0
@@ -176,7 +176,7 @@ def folder_bytes(folder: str) -> int:
     return total
 
 
-def kill_all(task: Task, child: int) -> None:
+def kill_all(task: SandboxTask, child: int) -> None:
     """Kill all descendants, also those that left the process group."""
     if task.alone:
         with contextlib.suppress(OSError):

@@ -73,7 +73,7 @@ class Tool:
             },
         }
 
-    async def run(self, arguments: Mapping[str, object]) -> tuple[str, bool]:
+    async def use(self, arguments: Mapping[str, object]) -> tuple[str, bool]:
         """Return the result as text, or the error, and whether the call succeeded."""
         try:
             values = self.arguments.validate_python(arguments)
@@ -218,7 +218,7 @@ class ToolEnvironment:
         elif tool is None:
             text, done = f"Error: no tool {call.name!r}; known: {', '.join(self.tools)}", False
         else:
-            text, done = await tool.run(call.arguments)
+            text, done = await tool.use(call.arguments)
         if done:
             self.calls[call.name] = self.calls.get(call.name, 0) + 1
         else:

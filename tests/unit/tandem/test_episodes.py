@@ -178,7 +178,7 @@ def test_options_and_tools_reach_the_template():
     schema = {"type": "function", "function": {"name": "add"}}
     message = [{"role": "user", "content": "Q"}]
     text = tokenizer.decode(
-        Renderer(tokenizer, enable_thinking=False).start(message, tools=[schema])
+        Renderer(tokenizer, enable_thinking=False).prompt(message, tools=[schema])
     )
     assert '"name": "add"' in text
     assert text.endswith("<think>\n\n</think>\n\n")
@@ -246,9 +246,9 @@ def test_messages_without_a_template_are_refused():
     tokenizer = chat_tokenizer("chatml")
     tokenizer.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
-        Renderer(tokenizer).start([{"role": "user", "content": "Q"}])
+        Renderer(tokenizer).prompt([{"role": "user", "content": "Q"}])
     with pytest.raises(ValueError, match="a prompt is text"):
-        Renderer(tokenizer).start([1, "x"])
+        Renderer(tokenizer).prompt([1, "x"])
 
 
 def test_a_function_can_take_the_templates_place():
@@ -258,7 +258,7 @@ def test_a_function_can_take_the_templates_place():
 
     tokenizer = chat_tokenizer("chatml")
     renderer = Renderer(tokenizer, template=template)
-    start = renderer.start([{"role": "user", "content": "Q"}])
+    start = renderer.prompt([{"role": "user", "content": "Q"}])
     added = renderer.follow(turn(tokenizer.encode("A\n")), [{"role": "user", "content": "R"}])
     assert tokenizer.decode(start) == "user> Q\nassistant> "
     assert tokenizer.decode(added) == "user> R\nassistant> "
