@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-page bench-recovery bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-page bench-recovery bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -76,6 +76,9 @@ bench-page: setup ## Measures the pages in chromium beside a plain page. ARGS="-
 
 bench-recovery: setup ## Measures snapshots, and the pause of a run whose trainer is killed.
 	@.venv/bin/python -m benchmarks.recovery $(ARGS)
+
+bench-rollouts: setup ## Measures a loop with 10,000 rollouts in flight: its memory and its event loop's lag.
+	@.venv/bin/python -m benchmarks.rollouts $(ARGS)
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.starts $(ARGS)

@@ -23,14 +23,15 @@ _SECONDS = 2.0
 class Concurrency:
     """Bounds rollouts by a limit that moves between `_LEAST` and `largest`.
 
-    The limit grows by a constant and shrinks by a factor, as in TCP. It grows only while it is
-    used."""
+    The limit grows by a constant and shrinks by a factor, as in TCP. Until it shrinks for the first
+    time, it doubles. It grows only while it is used."""
 
     def __init__(self, largest: int, *, first: int = _FIRST) -> None:
         self.limit = min(first, largest)
         self.running = 0
         self._largest = largest
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._starting = True
         self._fastest: float | None = None
         self._newest: float | None = None
 
@@ -69,9 +70,11 @@ class Concurrency:
             crowded = self._newest > _SLOW * self._fastest
             room = not crowded
         if crowded:
+            self._starting = False
             self.limit = max(int(self.limit * _SHRINK), min(_LEAST, self._largest))
         elif room and self._waiting:
-            self.limit = min(self.limit + _FIRST // 2, self._largest)
+            grown = self.limit + (self.limit if self._starting else _FIRST // 2)
+            self.limit = min(grown, self._largest)
         self._admit()
 
     async def follow(self, policy: Policy) -> None:

@@ -28,7 +28,7 @@ from tandem.rl.evaluation import Evaluation, Evaluations, Score
 from tandem.rl.objectives import Objective, Reference, objective
 from tandem.rl.policy import Policy, TinkerPolicy, Training, open_policy
 from tandem.rl.producer import ExampleOrder, Producer
-from tandem.rl.report import Result, StepReport, Tracked, report_of, rows_of
+from tandem.rl.report import Result, StepReport, Tracked, record, report_of
 from tandem.rl.rewards import Reward, RewardPool
 from tandem.rl.rollouts import Example, Group
 from tandem.rl.state import LoopState
@@ -285,7 +285,9 @@ class _Loop:
         if self._tracked is not None:
             failed = {f"failed_rewards/{name}": n for name, n in self._failed_rewards.items()}
             self._tracked.log(self._step, {**report.values(), **failed})
-            self._tracked.rollouts(self._step, rows_of(batch, self._renderer))
+            # In a thread: to encode thousands of rollouts takes seconds.
+            recorded = asyncio.to_thread(record, self._tracked, self._step, batch, self._renderer)
+            self._tasks.create_task(recorded)
 
     def _note_score(self, score: Score) -> None:
         self._scores.append(score)

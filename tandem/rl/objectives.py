@@ -6,9 +6,9 @@ its settings, an aggregation, and a selection of groups. To add one, add a row t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import tinker
     from tinker import types
 
+Item = TypeVar("Item")
 Floats: TypeAlias = NDArray[np.float64]
 Aggregation = Literal["token_sum", "token_mean", "seq_mean_token_mean", "constant"]
 
@@ -139,7 +140,9 @@ class Objective:
         of prompts and environments. `step` is the number of optimizer steps before this one. Raises
         `ValueError` without a needed reference."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
-        rows = [_Row.of(rollout, masked=self._masks(rollout)) for rollout in rollouts]
+        rows = [
+            _Row.of(rollout, masked=self._masks(rollout)) async for rollout in _in_turns(rollouts)
+        ]
         flat = [float(value) for group in groups for value in self.advantages(group)]
         values = [np.where(row.mask > 0, each, 0.0) for row, each in zip(rows, flat, strict=True)]
         extra: list[dict[str, Floats]] = [{} for _ in rows]
@@ -159,7 +162,7 @@ class Objective:
             values = [value * weight for value, weight in zip(values, weights, strict=True)]
         return [
             row.datum(advantages=value, **inputs)
-            for row, value, inputs in zip(rows, values, extra, strict=True)
+            async for row, value, inputs in _in_turns(zip(rows, values, extra, strict=True))
         ]
 
     def _masks(self, rollout: Rollout) -> bool:
@@ -215,6 +218,14 @@ def datum(sequence: Sequence[int], **inputs: Floats) -> types.Datum:
             **arrays,
         },
     )
+
+
+async def _in_turns(items: Iterable[Item]) -> AsyncIterator[Item]:
+    """Let other tasks run between the items: a batch of thousands takes seconds."""
+    for number, item in enumerate(items):
+        if number % 32 == 31:
+            await asyncio.sleep(0)
+        yield item
 
 
 def _differ(rewards: Sequence[float]) -> bool:

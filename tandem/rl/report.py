@@ -79,25 +79,24 @@ def report_of(
 ) -> StepReport:
     """Describe a batch that was trained on weights of `policy_step` optimizer steps."""
     rollouts = [rollout for group in batch for rollout in group.rollouts]
-    ages = [
-        policy_step - made for rollout in rollouts for turn in rollout.turns for made in turn.steps
-    ]
+    steps = [turn.steps for rollout in rollouts for turn in rollout.turns if len(turn.steps)]
+    tokens = sum(map(len, steps))
     return StepReport(
         step=step,
         reward=fmean(rollout.reward for rollout in rollouts),
         rollouts=len(rollouts),
-        tokens=len(ages),
-        staleness=fmean(ages) if ages else 0.0,
-        oldest=max(ages, default=0),
+        tokens=tokens,
+        staleness=policy_step - sum(map(sum, steps)) / tokens if tokens else 0.0,
+        oldest=policy_step - min(map(min, steps), default=policy_step),
         dropped=dict(dropped),
         metrics=dict(metrics),
         seconds=dict(seconds),
     )
 
 
-def rows_of(batch: Sequence[Group], renderer: Renderer) -> list[dict[str, object]]:
-    """Return the rollouts for the run's record."""
-    return [
+def record(tracked: Tracked, step: int, batch: Sequence[Group], renderer: Renderer) -> None:
+    """Write the rollouts of a step to the run's record."""
+    rows = [
         {
             "prompt": renderer.decode(rollout.turns[0].observation) if rollout.turns else "",
             "answer": rollout.text,
@@ -110,3 +109,4 @@ def rows_of(batch: Sequence[Group], renderer: Renderer) -> list[dict[str, object
         for group in batch
         for rollout in group.rollouts
     ]
+    tracked.rollouts(step, rows)

@@ -30,13 +30,13 @@ async def end(tasks: list[asyncio.Task[None]]) -> None:
 @in_virtual_time
 async def test_the_limit_grows_while_nothing_waits_and_the_cache_has_room():
     concurrency = Concurrency(1000, first=64)
-    tasks = await occupied(concurrency, 200)
+    tasks = await occupied(concurrency, 600)
     assert (concurrency.running, concurrency.limit) == (64, 64)
     for _ in range(3):
         concurrency.adapt(IDLE)
-    assert concurrency.running == concurrency.limit == 160
+    assert concurrency.running == concurrency.limit == 512, "it doubles until requests wait"
     concurrency.adapt(FULL)
-    assert concurrency.limit == 160
+    assert concurrency.limit == 512
     await end(tasks)
     assert concurrency.running == 0
 
@@ -68,16 +68,16 @@ async def test_an_unused_limit_does_not_grow():
 @in_virtual_time
 async def test_without_a_load_the_limit_follows_the_latency_of_a_token():
     concurrency = Concurrency(1000, first=64)
-    tasks = await occupied(concurrency, 100)
+    tasks = await occupied(concurrency, 200)
     concurrency.adapt(None)
     assert concurrency.limit == 64, "no request has ended"
     concurrency.note_latency(1.0, 100)
     concurrency.adapt(None)
-    assert concurrency.limit == 96
+    assert concurrency.limit == 128
     for _ in range(20):
         concurrency.note_latency(5.0, 100)
     concurrency.adapt(None)
-    assert concurrency.limit == 72
+    assert concurrency.limit == 96
     await end(tasks)
 
 

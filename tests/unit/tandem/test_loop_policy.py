@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tandem.rl import Example
+from tandem.rl.policy import SyncTimedOut, TinkerPolicy
+from tandem.rl.rollouts import Group, Rollout, Turn
+from tandem.rl.server import TandemServer
+from tests.support.virtual_time import in_virtual_time, now
+
+
+class _Training:
+    """Notes the order of requests. A publication takes ten seconds."""
+
+    model_id = "s-1:train:0"
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def _later(self, value):
+        await asyncio.sleep(10)
+        return value
+
+    def save_weights_and_get_sampling_client(self, *, kind):
+        self.asked.append(kind)
+        return self._later(f"client {len(self.asked)}")
+
+
+class _Routes(TandemServer):
+    def __init__(self, answers: dict[str, object]) -> None:
+        self._answers = answers
+        self._run_id = "run"
+
+    def _get(self, path, **query):
+        return self._answers.get(path)
+
+
+def knows(policy: TinkerPolicy, routes: TandemServer | None) -> TinkerPolicy:
+    found = asyncio.get_running_loop().create_future()
+    found.set_result(routes)
+    policy._server = found
+    return policy
+
+
+@in_virtual_time
+async def test_a_sync_asks_before_it_waits_and_shares_its_weights_with_an_evaluation():
+    training = _Training()
+    policy = TinkerPolicy(training, step=4)
+    snapshot = policy.snapshot()
+    syncing = asyncio.create_task(policy.sync(timeout=60))
+    await asyncio.sleep(0)
+    assert training.asked == ["snapshot"]
+    await syncing
+    assert (await snapshot).step == 4
+    assert now() == pytest.approx(10)
+
+
+@in_virtual_time
+async def test_an_evaluation_beside_samples_in_flight_has_weights_of_its_own():
+    training = _Training()
+    policy = TinkerPolicy(training, in_flight=True)
+    snapshot = policy.snapshot()
+    await policy.sync(timeout=60)
+    await snapshot
+    assert training.asked == ["snapshot", "inflight"]
+
+
+@in_virtual_time
+async def test_a_late_sync_says_which_weights_were_late():
+    policy = TinkerPolicy(_Training(), step=7)
+    with pytest.raises(SyncTimedOut, match="weights of step 7 within 5 s"):
+        await policy.sync(timeout=5)
+    assert now() == pytest.approx(5)
+
+
+def group_of(*turns: Turn) -> Group:
+    return Group(number=0, example=Example([1]), rollouts=[Rollout(turns=turns, reward=1.0)])
+
+
+def turn(sequence_id: str, tokens: int = 3) -> Turn:
+    return Turn(
+        observation=[1],
+        tokens=[2] * tokens,
+        logprobs=[-1.0] * tokens,
+        steps=[2] * tokens,
+        sequence_id=sequence_id,
+    )
+
+
+@in_virtual_time
+async def test_tokens_sampled_in_flight_get_the_steps_of_their_versions():
+    runs = [{"version": "a", "step": 302, "tokens": 2}, {"version": "b", "step": 304, "tokens": 1}]
+    routes = _Routes(
+        {
+            "samples/versions": {
+                "requests": [
+                    {"request_id": "r1", "samples": [runs[:1], runs]},
+                    {"request_id": "r2", "samples": []},
+                    {"request_id": "r3", "error": "it was forgotten", "type": "unknown_request"},
+                ]
+            },
+            # The run continued a checkpoint of step 300.
+            "runs/run": {"last_step": {"step": 304}},
+        }
+    )
+    policy = knows(TinkerPolicy(_Training(), step=4, in_flight=True), routes)
+    [found] = await policy.resolve([group_of(turn("r1:1"), turn("r2:0"), turn("r3:0"), turn(""))])
+    assert [list(each.steps) for each in found.rollouts[0].turns] == [
+        [2, 2, 4],
+        [2, 2, 2],
+        [2, 2, 2],
+        [2, 2, 2],
+    ]
+    assert found.oldest_step == 2
+
+
+@in_virtual_time
+async def test_the_load_is_that_of_the_awake_engines():
+    engines = [{"running": 3}, {"running": None}, {"running": 4}]
+    state = {"waiting": 2, "kv_used": 0.4, "engines": engines}
+    policy = knows(TinkerPolicy(_Training()), _Routes({"samplers/run": state}))
+    load = await policy.load()
+    assert (load.running, load.waiting, load.kv_used) == (7, 2, 0.4)
+    asleep = {**state, "engines": [{"running": None}]}
+    assert await knows(policy, _Routes({"samplers/run": asleep})).load() is None
+    assert await knows(policy, _Routes({})).load() is None
+    assert await knows(policy, None).load() is None
