@@ -12,6 +12,11 @@ from prometheus_client.registry import Collector
 _BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 """Seconds."""
 _STEPS = (0, 1, 2, 3, 5, 8, 16, 32, 64)
+DROP_REASONS = (
+    *("stale", "timeout", "sample", "environment", "reward"),
+    *("incomplete", "no_signal", "given_up"),
+)
+"""Reasons of dropped rollouts, as `tandem.rl` reports them."""
 _NATS = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10)
 
 GROUP_GAUGES = {
@@ -120,6 +125,15 @@ class Metrics:
         for kind in ("metrics", "rollouts"):
             self.record_rows.labels(kind)
             self.record_dropped.labels(kind)
+        self.rollouts_dropped = Counter(
+            "tandem_rollouts_dropped_total",
+            "Rollouts and groups that were not trained: left out by a trainer, or by the client, "
+            "which reports them as dropped/REASON.",
+            ["reason"],
+            registry=self.registry,
+        )
+        for reason in (*DROP_REASONS, "other"):
+            self.rollouts_dropped.labels(reason)
         self.worker_seconds = self._counter(
             "worker_seconds", "Seconds that workers waited, started and ran.", "kind", "state"
         )
@@ -162,6 +176,17 @@ class Metrics:
         for statistic in ("mean", "max"):
             if (gap := known.get(f"gap_{statistic}")) is not None:
                 self.logprob_gap.labels(statistic).observe(gap)
+
+    def note_dropped(
+        self, before: Mapping[str, float | str], after: Mapping[str, float | str]
+    ) -> None:
+        """Count the rise of a run's values `dropped/REASON`, which count since its start."""
+        for name, value in after.items():
+            kind, _, reason = name.partition("/")
+            known = before.get(name, 0.0)
+            if kind == "dropped" and not isinstance(value, str) and not isinstance(known, str):
+                label = reason if reason in DROP_REASONS else "other"
+                self.rollouts_dropped.labels(label).inc(max(0.0, value - known))
 
     def watch_groups(self, values: GroupValues) -> None:
         """Compute the `GROUP_GAUGES` of all groups at each scrape."""

@@ -15,6 +15,7 @@ _TITLES = {
     "SDK": "The routes of the SDK",
     "OpenAI": "The routes for OpenAI's clients",
     "Tandem": "Tandem's own routes",
+    "Traces": "The routes of a trace",
 }
 _BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "maxItems")
 Json = dict[str, Any]

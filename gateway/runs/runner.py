@@ -105,6 +105,7 @@ class OperationRunner:
         reply = await self._delivery.deliver(
             call, lambda client: client.forward_backward(payload), request
         )
+        self._tools.metrics.rollouts_dropped.labels("stale").inc(reply.dropped_stale)
         return Result(media="protobuf", body=reply.output)
 
     async def _optim_step(self, call: Call, body: OptimStep) -> Outcome:

@@ -338,6 +338,7 @@ class ForwardBackwardReply(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     MICRO_BATCH_TOKENS_FIELD_NUMBER: builtins.int
     OUT_OF_MEMORY_AT_FIELD_NUMBER: builtins.int
+    DROPPED_STALE_FIELD_NUMBER: builtins.int
     output: builtins.bytes
     """A tandem.wire.v1.ForwardBackwardOutput, which the client gets unchanged."""
     seconds: builtins.float
@@ -348,6 +349,8 @@ class ForwardBackwardReply(google.protobuf.message.Message):
     """With the failure "out_of_memory": the tokens of the micro-batch, which cannot be divided.
     Without a failure: the request's value.
     """
+    dropped_stale: builtins.int
+    """Datums left out of the batch because their weights are too old."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     def __init__(
@@ -359,9 +362,10 @@ class ForwardBackwardReply(google.protobuf.message.Message):
         tokens: builtins.int = ...,
         micro_batch_tokens: builtins.int = ...,
         out_of_memory_at: builtins.int = ...,
+        dropped_stale: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "outcome", b"outcome", "output", b"output"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["failure", b"failure", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "outcome", b"outcome", "output", b"output", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped_stale", b"dropped_stale", "failure", b"failure", "micro_batch_tokens", b"micro_batch_tokens", "out_of_memory_at", b"out_of_memory_at", "outcome", b"outcome", "output", b"output", "seconds", b"seconds", "tokens", b"tokens"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["outcome", b"outcome"]) -> typing.Literal["output", "failure"] | None: ...
 
 Global___ForwardBackwardReply: typing_extensions.TypeAlias = ForwardBackwardReply

@@ -113,6 +113,14 @@ def densify(
 
 
 TARGETS = "target_tokens"
+WEIGHT_STEP = "weight_step"
+STALENESS_SETTINGS = (
+    Setting("max_staleness", 0.0, "the oldest age of a datum, in optimizer steps", low=0.0),
+    Setting("refuse_stale", 0.0, "1: refuse a batch with an older datum, instead of the datum"),
+)
+"""Settings of every loss, see `staleness.py`. Without `max_staleness` no age counts."""
+_NEWER = np.iinfo(np.int64).max
+"""The step of a datum that no weights sampled."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +272,34 @@ def read_array(
     return values
 
 
+def oldest_steps(data: Sequence[wire.Datum], lengths: Int64Array) -> Int64Array:
+    """Return the step of each datum's oldest weights: [n].
+
+    A datum gives one step ([1]) or one for each token ([N]). Negative ones stand for tokens that no
+    weights sampled. Raises `LossInputMissing` or `LossInputShape`."""
+    oldest = np.full(len(data), _NEWER, np.int64)
+    for index, (datum, length) in enumerate(zip(data, lengths.tolist(), strict=True)):
+        if WEIGHT_STEP not in datum.loss_fn_inputs:
+            raise LossInputMissing(
+                f"datum {index} lacks {WEIGHT_STEP!r}, which max_staleness needs: the optimizer "
+                "step of the weights that sampled it"
+            )
+        tensor, where = datum.loss_fn_inputs[WEIGHT_STEP], f"datum {index}, {WEIGHT_STEP!r}"
+        if tensor.dtype not in INTEGER_TYPES:
+            raise LossInputShape(f"{where} must be int64, not {type_name(tensor.dtype)}")
+        shape = tuple(tensor.shape)
+        one = shape == (1,) or (not shape and len(tensor.dense) == item_bytes(tensor.dtype))
+        if tensor.HasField("sparse_csr") or not (one or shape in ((), (length,))):
+            raise LossInputShape(
+                f"{where} has the shape {list(shape)}; it must be [1], or [{length}] for the "
+                "tokens, and dense"
+            )
+        check_bytes(tensor, count=1 if one else length, where=where)
+        steps = read_integers(tensor.dense, tensor.dtype)
+        oldest[index] = min(steps[steps >= 0].tolist(), default=_NEWER)
+    return oldest
+
+
 def _check_extent(tensor: wire.Tensor, *, where: str) -> None:
     """Bound the shape of an empty tensor: numpy and torch raise for an extent beyond int64."""
     extent = math.prod(size for size in tensor.shape if size)
@@ -316,14 +352,15 @@ def type_name(dtype: int) -> str:
 
 def read_settings(message: wire.ForwardBackwardRequest, loss: Loss) -> LossSettings:
     declared = {setting.name: setting for setting in loss.settings}
+    accepted = declared | {setting.name: setting for setting in STALENESS_SETTINGS}
     values = loss.defaults.as_dict()
     for name, value in _given_settings(message).items():
-        if name not in declared:
+        if name not in accepted:
             known = ", ".join(sorted(declared)) or "none"
             raise UnknownLossSetting(
                 f"{loss.name} has no setting {name[:100]!r}; its settings: {known}"
             )
-        _check_setting(value, declared[name], loss)
+        _check_setting(value, accepted[name], loss)
         values[name] = value
     settings = LossSettings(values)
     _check_bounds_in_order(settings, loss)

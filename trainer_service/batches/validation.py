@@ -33,6 +33,7 @@ from trainer_service.batches.loss_inputs import (
     active_entries,
     check_bytes,
     densify,
+    oldest_steps,
     read_array,
     read_integers,
     read_settings,
@@ -51,7 +52,8 @@ class Batch:
     hold each datum's [N] or [N, K] values row by row. `widths` [n] is K, and E = Σ lengths·widths.
     `trailing` [n] is the client's K, or 0 for targets of one dimension. `sequences` [E] numbers the
     sampled sequences of the batch, -1 for prompt tokens. It is None if no datum has provenance
-    spans. `arrays` are the inputs of shape "free", one per datum."""
+    spans. `arrays` are the inputs of shape "free", one per datum. `oldest` [n] is the step of each
+    datum's oldest weights, None if no bound needs it."""
 
     loss: Loss
     settings: LossSettings
@@ -65,6 +67,7 @@ class Batch:
     arrays: Mapping[str, tuple[NDArray[np.generic], ...]]
     sequences: Int64Array | None
     totals: Totals
+    oldest: Int64Array | None
 
     @property
     def sizes(self) -> Int64Array:
@@ -134,15 +137,7 @@ def validate(
             )
         else:
             reader.read_input(given)
-    acts = active_entries(loss, reader.read, entries=len(targets), sequences=sequences)
-    totals = Totals(
-        datums=len(lengths),
-        entries=len(targets),
-        active=int(np.count_nonzero(acts)),
-        active_datums=int(
-            np.count_nonzero(np.logical_or.reduceat(acts, starts_of(lengths * widths)))
-        ),
-    )
+    bounded = settings.has("max_staleness")
     return Batch(
         loss=loss,
         settings=settings,
@@ -155,7 +150,26 @@ def validate(
         inputs=reader.read,
         arrays=arrays,
         sequences=sequences,
-        totals=totals,
+        totals=totals_of(loss, reader.read, sizes=lengths * widths, sequences=sequences),
+        oldest=oldest_steps(message.data, lengths) if bounded else None,
+    )
+
+
+def totals_of(
+    loss: Loss,
+    inputs: Mapping[str, Float32Array],
+    *,
+    sizes: Int64Array,
+    sequences: Int64Array | None,
+) -> Totals:
+    """Count over a batch with `sizes` [n] entries of each datum."""
+    acts = active_entries(loss, inputs, entries=int(sizes.sum()), sequences=sequences)
+    by_datum = np.logical_or.reduceat(acts, starts_of(sizes)) if len(sizes) else acts
+    return Totals(
+        datums=len(sizes),
+        entries=len(acts),
+        active=int(np.count_nonzero(acts)),
+        active_datums=int(np.count_nonzero(by_datum)),
     )
 
 

@@ -28,6 +28,7 @@ from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
+from trainer_service.batches.staleness import without_stale
 from trainer_service.batches.validation import Batch, BatchLimits, is_forward, parse, validate
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
@@ -159,7 +160,9 @@ class Operations:
         """`read`, if the batch was read ahead, returns it or raises as `read_batch`."""
         trainer, began = self.trainer, time.perf_counter()
         try:
-            batch = self.read_batch(request) if read is None else read()
+            whole = self.read_batch(request) if read is None else read()
+            fresh = without_stale(whole, step=trainer.step)
+            batch = fresh.batch
             request.micro_batch_tokens = self._plan(batch, request)  # all ranks use the same plan
             self._announce(Op.FORWARD_BACKWARD, request)
             if not batch.forward_only:
@@ -179,12 +182,19 @@ class Operations:
             )
         assert computed is not None
         seconds, tokens = time.perf_counter() - began, len(batch.tokens)
+        if fresh.bounded:
+            computed.metrics["dropped_stale:sum"] = float(fresh.dropped)
         if not batch.forward_only and self._held is not None:
             self._held.add_batch(
                 computed.metrics, tokens=tokens, seconds=seconds, sums=computed.sums
             )
         return trainer_pb2.ForwardBackwardReply(
-            output=encode_output(batch, logprobs=computed.logprobs, metrics=computed.metrics),
+            output=encode_output(
+                whole,
+                logprobs=fresh.logprobs_of_whole(computed.logprobs),
+                metrics=computed.metrics,
+            ),
+            dropped_stale=fresh.dropped,
             seconds=seconds,
             tokens=tokens,
             micro_batch_tokens=computed.plan,
@@ -391,7 +401,7 @@ class Follower:
             request = trainer_pb2.ForwardBackwardRequest.FromString(payload)
             batch = _read_batch(request, trainer)
             trainer.forward_backward(
-                batch,
+                without_stale(batch, step=trainer.step).batch,
                 plan=request.micro_batch_tokens,
                 out_of_memory_at=request.out_of_memory_at,
             )

@@ -20,7 +20,7 @@ from gateway.api.tinker.service import json_refused
 from tandem.errors import InvalidRequest, UserError
 from tandem.wire.v1 import tinker_pb2 as wire
 
-_INTEGERS = frozenset({"target_tokens"})
+_INTEGERS = frozenset({"target_tokens", "weight_step"})
 """Inputs of a loss that are int64 when a plain list does not say its type."""
 _TYPES: Mapping[int, tuple[Literal["f", "q", "i"], Literal["float32", "int64", "int32"]]] = {
     wire.DTYPE_FLOAT32: ("f", "float32"),
@@ -46,7 +46,8 @@ class Tensor(BaseModel):
 
 
 class BatchDatum(BaseModel):
-    """A plain list in `loss_fn_inputs` is int64 for `target_tokens` and float32 otherwise."""
+    """A plain list in `loss_fn_inputs` is int64 for `target_tokens` and `weight_step`, and float32
+    otherwise."""
 
     model_input: Prompt
     loss_fn_inputs: dict[str, Tensor | Numbers] = Field(default_factory=dict)

@@ -158,6 +158,7 @@ class RecordStore:
             index = index.with_rows(found.rows, found.last, by_user=by_user)
             told = Appended(len(found.lines), len(rows) - len(found.lines), found.why)
             await self._keep("metrics", writing, index, told, sum(map(len, found.lines)))
+            self.metrics.note_dropped(known, found.last)
             return told
 
     async def append_rollouts(

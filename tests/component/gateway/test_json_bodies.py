@@ -155,7 +155,7 @@ def test_all_fields_of_a_sample_are_converted():
     found = result_in_json(response.SerializeToString(), of_sample=True).model_dump_json()
     assert found == (
         '{"type":"sample","weight_version":"v","sequences":[{"stop_reason":"length",'
-        '"tokens":[5],"logprobs":[-1.5],"topk_logprobs":[[[5,-1.5]]]}],'
+        '"tokens":[5],"logprobs":[-1.5],"topk_logprobs":[[[5,-1.5]]],"versions":null}],'
         '"prompt_logprobs":[-1.5,null],"topk_prompt_logprobs":[[[5,-1.5]]],'
         '"target_prompt_logprobs":{"data":[7],"dtype":"int64","shape":[1,3],'
         '"sparse_crow_indices":[0,1],"sparse_col_indices":[2]},'
