@@ -135,6 +135,8 @@ class TinkerPolicy:
     ) -> Mapping[str, float]:
         import tinker
 
+        if "mask" in data[0].loss_fn_inputs and await self._find_server() is None:
+            data = [_without_mask(datum) for datum in data]
         # Both are sent before either is awaited, so that the trainer makes no pause.
         computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
         stepped = self.training.optim_step(
@@ -236,6 +238,12 @@ class TinkerPolicy:
                 return 0
             self._earlier = newest - self.step
         return self._earlier
+
+
+def _without_mask(datum: tinker.Datum) -> tinker.Datum:
+    """Other servers do not know a mask. They leave out tokens with an advantage of 0."""
+    inputs = {name: each for name, each in datum.loss_fn_inputs.items() if name != "mask"}
+    return replace(datum, loss_fn_inputs=inputs)
 
 
 class _TinkerSampler:

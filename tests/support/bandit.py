@@ -93,7 +93,10 @@ class TableReference(Reference):
 
 
 class TableClient:
-    """A table in place of a training client. Its calls act at once. `saved` are its states."""
+    """A table in place of a training client. Its calls act at once. `saved` are its states, and
+    `sent` is its newest batch. It is not of a Tandem gateway."""
+
+    holder = SimpleNamespace()
 
     def __init__(self, saved: dict[str, tuple[torch.Tensor, dict[str, object]]]) -> None:
         self.table = Table()
@@ -108,7 +111,8 @@ class TableClient:
         return _Done(found)
 
     def forward_backward(self, data, loss, settings=None):
-        self._batch = (list(data), loss, dict(settings or {}))
+        self.sent = list(data)
+        self._batch = (self.sent, loss, dict(settings or {}))
         return self.forward(data, loss, settings)
 
     def optim_step(self, parameters):
@@ -125,10 +129,9 @@ class TableClient:
         with torch.no_grad():
             result = result_of(self.table, data, loss, settings or {})
             rows = [self.table.logprobs(_tokens(each)).tolist() for each in data]
-        sums = {
-            name: float(value)
-            for name, value in zip(LOSSES[loss].sum_names, result.sums, strict=True)
-        }
+        names = (*LOSSES[loss].sum_names, *LOSSES[loss].max_names)
+        values = (*result.sums, *result.maxima)
+        sums = {name: float(value) for name, value in zip(names, values, strict=True)}
         metrics = {"loss:sum": float(result.loss), **LOSSES[loss].metrics(sums)}
         outputs = [
             {"logprobs": types.TensorData(data=row, dtype="float32", shape=[len(row)])}

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tandem.rl.advantages import grpo
 from tandem.rl.objectives import OBJECTIVES, objective
+from tandem.rl.policy import TinkerPolicy
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
-from tests.support.bandit import Table, TableReference, learn, result_of
+from tests.support.bandit import Table, TableClient, TableReference, learn, result_of
 
 TEACHER = TableReference(Table.that_knows())
 EACH = [
@@ -74,6 +76,17 @@ async def test_a_datum_predicts_each_token_and_learns_from_sampled_ones_alone():
     assert values(datum, "mask") == [0, 1, 1, 0, 1]
     assert values(datum, "logprobs") == pytest.approx([0, -0.1, -0.2, 0, -0.3])
     assert values(datum, "advantages") == [0, 1, 1, 0, 1]
+
+
+async def test_another_tinker_server_gets_no_mask_and_learns_the_same():
+    client = TableClient({})
+    groups = [client.table.group(np.random.default_rng(0), number) for number in range(4)]
+    data = await objective("grpo").data(groups)
+    await TinkerPolicy(client).train(data, "ppo", {}, 0.1, 0.0)
+    assert set(client.sent[0].loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
+    table = Table()
+    table.train(data, "ppo", {})
+    assert torch.equal(table.logits, client.table.logits)
 
 
 @pytest.mark.parametrize(
