@@ -29,6 +29,7 @@ from sampler_service.service.servicer import SamplerServicer
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
+from sampler_service.vllm.parsers import MessageParser
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
@@ -176,7 +177,8 @@ class _Process:
             on_fatal=fail,
         )
         grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
-        self._servicer.ready(facts, scheduler, grammars)
+        messages = MessageParser(model, facts.end_tokens)
+        self._servicer.ready(facts, scheduler, grammars, messages)
         get_log().info(
             "ready",
             seconds=round(time.monotonic() - started, 2),

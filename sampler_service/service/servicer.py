@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -22,12 +23,14 @@ from sampler_service.service.request_parser import ParsedRequest, parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response, versions_of
 from sampler_service.service.sample_stream import SampleQueue
 from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
+from sampler_service.vllm.parsers import MessageParser, ParsedAnswer
 from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled, SampleJob
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.protocol.fencing import Fence, Refused
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
+from tandem.wire.v1 import tinker_pb2
 
 Context = grpc.aio.ServicerContext[object, object]
 OnDeltas = Callable[[Sequence[EngineDelta], LoadableVersion], None]
@@ -42,6 +45,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     _facts: EngineFacts
     _scheduler: Scheduler
     _grammars: GrammarCompiler
+    _messages: MessageParser
 
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
         """`timeout` limits the wait for a stream's reader, in seconds."""
@@ -53,8 +57,15 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self._numbers = count()
         self._log = get_log()
 
-    def ready(self, facts: EngineFacts, scheduler: Scheduler, grammars: GrammarCompiler) -> None:
-        self._facts, self._scheduler, self._grammars = facts, scheduler, grammars
+    def ready(
+        self,
+        facts: EngineFacts,
+        scheduler: Scheduler,
+        grammars: GrammarCompiler,
+        messages: MessageParser,
+    ) -> None:
+        self._facts, self._scheduler = facts, scheduler
+        self._grammars, self._messages = grammars, messages
         self._is_ready = True
 
     def end(self) -> None:
@@ -147,7 +158,8 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
             raise
 
     def _begin(self, request: sampler_pb2.SampleRequest, stream: SampleQueue) -> None:
-        if request.HasField("structured"):  # the grammar must be compiled
+        # A grammar must be compiled, or an answer be parsed.
+        if request.HasField("structured") or request.HasField("parse"):
             stream.expect_late(request.number, self._answer(request))
             return
         try:
@@ -169,9 +181,16 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
         answer = asyncio.create_task(self._answer(request, on_deltas=buffer.add_deltas))
         answer.add_done_callback(lambda _: buffer.close())
+        answers: dict[int, ParsedAnswer] = {}
         try:
             while deltas := await buffer.next_deltas():
                 for delta in deltas:
+                    if request.HasField("parse"):
+                        if delta.index not in answers:
+                            answers[delta.index] = self._messages.open(request)
+                        delta.tandem_message = answers[delta.index].push(
+                            array("i", delta.tokens), finished=delta.finished
+                        )
                     await self._write(sampler_pb2.SampleEvent(delta=delta), context)
             await self._write(sampler_pb2.SampleEvent(reply=await answer), context)
         finally:
@@ -238,14 +257,29 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         """Return the reply to a request, which may be a failure."""
         try:
             asked = self._parse(request)
+            if request.HasField("parse"):  # the first time takes seconds
+                await asyncio.to_thread(self._messages.open, request)
             grammar = None
             if asked.parsed.grammar is not None:
                 grammar = await self._grammars.compile(asked.parsed.grammar)
             answer = self._submit(asked, grammar=grammar, on_deltas=on_deltas)
             await asyncio.wrap_future(answer)
+            reply = self._reply(asked, answer)
+            is_parsed = request.HasField("parse") and on_deltas is None
+            if is_parsed and reply.HasField("response"):
+                reply.response = await asyncio.to_thread(self._with_messages, request, reply)
         except Exception as error:  # noqa: BLE001 - as above
             return self._refused(request, error)
-        return self._reply(asked, answer)
+        return reply
+
+    def _with_messages(
+        self, request: sampler_pb2.SampleRequest, reply: sampler_pb2.SampleReply
+    ) -> bytes:
+        response = tinker_pb2.SampleResponse.FromString(reply.response)
+        for each in response.sequences:
+            tokens = array("i", each.tokens)
+            each.tandem_message = self._messages.open(request).whole(tokens)
+        return response.SerializeToString()
 
     def _parse(self, request: sampler_pb2.SampleRequest) -> _Asked:
         return _Asked(

@@ -340,6 +340,7 @@ class SampleRequest(google.protobuf.message.Message):
     STRUCTURED_FIELD_NUMBER: builtins.int
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
+    PARSE_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -373,6 +374,10 @@ class SampleRequest(google.protobuf.message.Message):
     def params(self) -> Global___SamplingParams: ...
     @property
     def structured(self) -> Global___StructuredOutput: ...
+    @property
+    def parse(self) -> Global___MessageParsing:
+        """Parse each sample into `SampledSequence.tandem_message`."""
+
     def __init__(
         self,
         *,
@@ -392,12 +397,37 @@ class SampleRequest(google.protobuf.message.Message):
         structured: Global___StructuredOutput | None = ...,
         in_flight: builtins.bool = ...,
         number: builtins.int = ...,
+        parse: Global___MessageParsing | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "number", b"number", "operation_id", b"operation_id", "params", b"params", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "parse", b"parse", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "number", b"number", "operation_id", b"operation_id", "params", b"params", "parse", b"parse", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest
+
+@typing.final
+class MessageParsing(google.protobuf.message.Message):
+    """Names of vLLM's parsers, each may be empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOOL_PARSER_FIELD_NUMBER: builtins.int
+    REASONING_PARSER_FIELD_NUMBER: builtins.int
+    REQUEST_FIELD_NUMBER: builtins.int
+    tool_parser: builtins.str
+    reasoning_parser: builtins.str
+    request: builtins.str
+    """The fields tools, tool_choice and chat_template_kwargs of an OpenAI request, as JSON."""
+    def __init__(
+        self,
+        *,
+        tool_parser: builtins.str = ...,
+        reasoning_parser: builtins.str = ...,
+        request: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["reasoning_parser", b"reasoning_parser", "request", b"request", "tool_parser", b"tool_parser"]) -> None: ...
+
+Global___MessageParsing: typing_extensions.TypeAlias = MessageParsing
 
 @typing.final
 class SampleDelta(google.protobuf.message.Message):
@@ -412,6 +442,7 @@ class SampleDelta(google.protobuf.message.Message):
     STOP_REASON_FIELD_NUMBER: builtins.int
     TOPK_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    TANDEM_MESSAGE_FIELD_NUMBER: builtins.int
     index: builtins.int
     tokens: builtins.bytes
     """int32, little endian."""
@@ -422,6 +453,8 @@ class SampleDelta(google.protobuf.message.Message):
     stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType
     version: builtins.str
     """The version that computed the tokens."""
+    tandem_message: builtins.str
+    """The part that the tokens add to the parsed message, as JSON."""
     @property
     def topk(self) -> tandem.wire.v1.tinker_pb2.TopkLogprobs:
         """[tokens, topk_sample_logprobs], if requested."""
@@ -436,9 +469,10 @@ class SampleDelta(google.protobuf.message.Message):
         stop_reason: tandem.wire.v1.tinker_pb2.StopReason.ValueType = ...,
         topk: tandem.wire.v1.tinker_pb2.TopkLogprobs | None = ...,
         version: builtins.str = ...,
+        tandem_message: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["topk", b"topk"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tokens", b"tokens", "topk", b"topk", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tandem_message", b"tandem_message", "tokens", b"tokens", "topk", b"topk", "version", b"version"]) -> None: ...
 
 Global___SampleDelta: typing_extensions.TypeAlias = SampleDelta
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from gateway.api.errors import InvalidField
+from gateway.api.openai.parsing import forced_form
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
     ChatCompletionRequest,
@@ -102,7 +103,11 @@ def sampling_params(
 
 
 def make_sample_request(
-    request: InferenceRequest, *, prompt: PreparedPrompt, params: sampler_pb2.SamplingParams
+    request: InferenceRequest,
+    *,
+    prompt: PreparedPrompt,
+    params: sampler_pb2.SamplingParams,
+    parse: sampler_pb2.MessageParsing | None = None,
 ) -> sampler_pb2.SampleRequest:
     """Return the engine's request for one prompt, without its sampling session. Raises
     `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""
@@ -116,6 +121,7 @@ def make_sample_request(
         topk_sample_logprobs=top,
         params=params,
         structured=structured_output(request),
+        parse=parse,
     )
 
 
@@ -144,6 +150,8 @@ def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput
         value: object = getattr(request, f"guided_{kind}")
         if value is not None:
             asked.append((f"guided_{kind}", kind, value))
+    if isinstance(request, ChatCompletionRequest) and (form := forced_form(request)) is not None:
+        asked.append(("tool_choice", "json", form))
     if (given := request.structured_outputs) is not None:
         for kind, value in given.model_dump(by_alias=True, exclude_none=True).items():
             asked.append((f"structured_outputs.{kind}", kind, value))

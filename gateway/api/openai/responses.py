@@ -6,10 +6,14 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+import orjson
+
+from gateway.api.openai.parsing import forced_message, forced_tool, tool_call
 from gateway.api.openai.prompts import PreparedPrompt
 from gateway.api.openai.schemas import ChatCompletionRequest, FinishReason, InferenceRequest, Json
 from gateway.api.openai.tokenizer import Detokenizer, ModelTokenizer, StopCutter
@@ -31,13 +35,15 @@ _MIN_LOGPROB = -9999.0
 @dataclass(frozen=True)
 class NewTokens:
     """New tokens of one sample, with logprobs and requested alternatives. `finish` comes with the
-    last tokens. `versions` are set for a whole in-flight sample."""
+    last tokens. `versions` are set for a whole in-flight sample. `message` is the parsed message,
+    or the part that a stream adds to it, as JSON."""
 
     ids: Sequence[int] = ()
     logprobs: Sequence[float] = ()
     alternatives: Sequence[Alternatives] = ()
     finish: FinishReason | None = None
     versions: Sequence[tinker_pb2.TandemVersionRun] = ()
+    message: str = ""
 
     @staticmethod
     def of_sample(
@@ -54,6 +60,7 @@ class NewTokens:
             alternatives=_alternatives(topk, count=len(ids)),
             finish=("length" if length else "stop") if finished else None,
             versions=getattr(sample, "tandem_versions", ()),
+            message=sample.tandem_message,
         )
 
 
@@ -102,6 +109,11 @@ class Choice:
             skip_special_tokens=request.skip_special_tokens,
             silent=frozenset() if keep_stop else frozenset(params.stop_token_ids),
         )
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the newest tokens have text to show."""
+        return bool(self.new_text)
 
     def write_tokens(
         self,
@@ -206,23 +218,61 @@ class Choice:
 
 
 class ChatChoiceWriter(Choice):
+    """Writes messages. With `parsed`, they have the content, reasoning and tool calls that the
+    sampler found. `message` is the message so far."""
+
     has_offsets = False
-    text = ""
+
+    def __init__(self, request: ChatCompletionRequest, *, parsed: bool, **given: Any) -> None:
+        super().__init__(request, **given)
+        self._chat = request
+        self._forced = forced_tool(request) is not None
+        self._parsed = parsed or self._forced
+        self._text = ""
+        self._new: Json = {}
+        self.message: Json = {"role": "assistant", "content": "", "refusal": None}
 
     @property
-    def message(self) -> Json:
-        return {"role": "assistant", "content": self.text, "refusal": None}
+    def has_news(self) -> bool:
+        return bool(self._new)
 
     def _add(self, tokens: NewTokens) -> None:
         super()._add(tokens)
-        self.text += self.new_text
+        self._text += self.new_text
+        if not self._parsed:
+            self._take_news({"content": self.new_text})
+        elif tokens.message:
+            self._take_news(orjson.loads(tokens.message))
+        elif tokens.finish is None:
+            self._take_news({})
+        elif self._forced:
+            self._take_news(forced_message(self._chat, self._text))
+        else:  # an engine of an earlier release parses nothing
+            self._take_news({"content": self._text})
+        if "tool_calls" in self.message:
+            self.message["content"] = self.message["content"] or None
+            self.finish = "tool_calls" if self.finish == "stop" else self.finish
+
+    def _take_news(self, found: Json) -> None:
+        """Add parts of a message: `content`, `reasoning` and whole `tool_calls`."""
+        self._new = {}
+        for field, name in (("content", "content"), ("reasoning", "reasoning_content")):
+            if text := found.get(field):
+                self._new[name] = text
+                self.message[name] = str(self.message.get(name) or "") + str(text)
+        if calls := [tool_call(call) for call in cast(list[Json], found.get("tool_calls") or ())]:
+            known = cast(list[Json], self.message.setdefault("tool_calls", []))
+            self._new["tool_calls"] = [
+                {"index": index, **call} for index, call in enumerate(calls, start=len(known))
+            ]
+            known += calls
 
     def _content(self, stage: Stage) -> Json:
         if stage == "whole":
             return {"message": self.message}
         if stage == "opening":
             return {"delta": {"role": "assistant", "content": ""}}
-        return {"delta": {"content": self.new_text} if self.new_text or not self.finish else {}}
+        return {"delta": self._new or ({} if self.finish else {"content": ""})}
 
     def _logprobs(self, sample: tinker_pb2.SampleResponse | None) -> Json:
         content = [
@@ -258,6 +308,7 @@ class ResponseBuilder:
         prompts: Sequence[PreparedPrompt],
         params: sampler_pb2.SamplingParams,
         weight_version: str,
+        parsed: bool = False,
     ) -> None:
         self._request = request
         self._prompts = prompts
@@ -273,7 +324,9 @@ class ResponseBuilder:
             "model": request.model,
             "tandem_weight_version": weight_version,
         }
-        make_choice = ChatChoiceWriter if self._is_chat else Choice
+        make_choice: Callable[..., Choice] = Choice
+        if isinstance(request, ChatCompletionRequest):
+            make_choice = partial(ChatChoiceWriter, parsed=parsed)
         self._choices = [
             make_choice(request, index=index, prompt=prompt, params=params, tokenizer=tokenizer)
             for index, prompt in enumerate(p for p in prompts for _ in range(self._n))
@@ -317,7 +370,7 @@ class ResponseBuilder:
         tokens = NewTokens.of_sample(delta, delta.topk, finished=delta.finished)
         part = choice.write_tokens(tokens, "part")
         shows_tokens = self._request.return_token_ids or self._request.alternatives is not None
-        if choice.new_text or choice.finish or (shows_tokens and choice.shown):
+        if choice.has_news or choice.finish or (shows_tokens and choice.shown):
             chunk = self._chunk(part)
             return [chunk | {"tandem_weight_version": delta.version} if delta.version else chunk]
         return []

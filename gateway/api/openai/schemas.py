@@ -17,8 +17,11 @@ from gateway.api.request_body import FirstFault, Ints, Texts
 
 Json = dict[str, object]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**31 - 1)]], FirstFault()]
+ParserName = Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
+"""The name of one of vLLM's parsers, or `none`."""
 Objects = Annotated[list[Json], FirstFault()]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
+NO_PARSER = "none"
 
 MAX_N = 128
 MAX_PROMPTS = 2048
@@ -166,6 +169,9 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     tools: Objects | None = None
     tool_choice: str | Json | None = None
+    parallel_tool_calls: bool | None = None
+    tool_parser: ParserName | None = None
+    reasoning_parser: ParserName | None = None
     documents: Objects | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
@@ -194,13 +200,24 @@ class ChatCompletionRequest(SamplingFields):
                 "continue_final_message, set add_generation_prompt to false",
                 param="continue_final_message",
             )
-        if self.tool_choice not in (None, "none", "auto"):
+        self._check_tools()
+        return self
+
+    def _check_tools(self) -> None:
+        functions = [tool.get("function") for tool in self.tools or ()]
+        names = [each.get("name") if isinstance(each, dict) else None for each in functions]
+        if not all(isinstance(name, str) and name for name in names):
+            raise InvalidField("each of the tools needs a function with a name", param="tools")
+        choice = self.tool_choice
+        if choice in (None, "none", "auto") or (choice == "required" and names):
+            return
+        function = choice.get("function") if isinstance(choice, dict) else None
+        if not isinstance(function, dict) or function.get("name") not in names:
             raise InvalidField(
-                "tool_choice can be none or auto: tool calls are the model's own text; to force "
-                "a form, use structured_outputs",
+                "tool_choice can be none, auto, required, or an object with the type function and "
+                "the name of one of the tools; required needs tools",
                 param="tool_choice",
             )
-        return self
 
 
 InferenceRequest = CompletionRequest | ChatCompletionRequest
@@ -215,7 +232,7 @@ HARMLESS_FIELDS = frozenset(
         "prompt_cache_retention",
         "service_tier",
         "prediction",  # only makes a response faster
-        "parallel_tool_calls",  # tool calls are the model's own text
+        "parallel_tool_calls",
         "priority",
         "request_id",
         "spaces_between_special_tokens",
@@ -338,10 +355,26 @@ class ChatLogprobs(Answer):
     refusal: None
 
 
+class CalledFunction(Answer):
+    name: str
+    arguments: str
+
+
+class CalledTool(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(Answer):
+    """`reasoning_content` and `tool_calls` are set if the answer has any. `content` is null with
+    tool calls alone. `arguments` are JSON."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[CalledTool] | None = None
 
 
 class ChatChoice(_Choice):

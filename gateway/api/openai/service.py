@@ -15,6 +15,7 @@ from starlette.types import Receive
 from gateway.api.bounds import check_may_bound, version_check
 from gateway.api.errors import InvalidField
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
+from gateway.api.openai.parsing import message_parsing
 from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
 from gateway.api.openai.recording import TurnRecording
 from gateway.api.openai.responses import ResponseBuilder
@@ -145,7 +146,10 @@ class InferenceService:
             prompts = prompts_of(request, tokenizer, max_length=limits.max_length)
         else:
             prompts = [recording.prompt(tokenizer, max_length=limits.max_length)]
-        requests = [make_sample_request(request, prompt=one, params=params) for one in prompts]
+        parse = message_parsing(request, tokenizer.parsers)
+        requests = [
+            make_sample_request(request, prompt=one, params=params, parse=parse) for one in prompts
+        ]
         for each in requests:
             limits.check_request(each)
         builder = ResponseBuilder(
@@ -154,6 +158,7 @@ class InferenceService:
             prompts=prompts,
             params=params,
             weight_version=target.version.name,
+            parsed=parse is not None,
         )
         return requests, builder
 

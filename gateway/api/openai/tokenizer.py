@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from gateway.api.openai.chat_template import ChatTemplate, find_template
+from gateway.api.openai.parsing import Parsers
 from gateway.api.openai.schemas import Json
 from tandem.errors import InvalidRequest, SequenceTooLong, UnsupportedInput, describe, without_paths
 from tandem.weights.model_config import end_tokens, read_json
@@ -67,6 +68,7 @@ class ModelTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._template = ChatTemplate(source, special_tokens=named) if source else None
+        self.parsers = Parsers.of_template(str(source))
         special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         ids = [tokenizer.token_to_id(token) for token in {*special, *named.values()}]
         self.special = frozenset(id_ for id_ in ids if id_ is not None)

@@ -93,11 +93,14 @@ class SampledSequence(google.protobuf.message.Message):
     LOGPROBS_FIELD_NUMBER: builtins.int
     TOPK_SAMPLED_LOGPROBS_FIELD_NUMBER: builtins.int
     TANDEM_VERSIONS_FIELD_NUMBER: builtins.int
+    TANDEM_MESSAGE_FIELD_NUMBER: builtins.int
     stop_reason: Global___StopReason.ValueType
     tokens: builtins.bytes
     """int32 [n]"""
     logprobs: builtins.bytes
     """float32 [n]"""
+    tandem_message: builtins.str
+    """Ours: the parsed message as JSON, for requests of /v1 that ask for it."""
     @property
     def topk_sampled_logprobs(self) -> Global___TopkLogprobs: ...
     @property
@@ -114,9 +117,10 @@ class SampledSequence(google.protobuf.message.Message):
         logprobs: builtins.bytes | None = ...,
         topk_sampled_logprobs: Global___TopkLogprobs | None = ...,
         tandem_versions: collections.abc.Iterable[Global___TandemVersionRun] | None = ...,
+        tandem_message: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tandem_versions", b"tandem_versions", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_logprobs", b"_logprobs", "_topk_sampled_logprobs", b"_topk_sampled_logprobs", "logprobs", b"logprobs", "stop_reason", b"stop_reason", "tandem_message", b"tandem_message", "tandem_versions", b"tandem_versions", "tokens", b"tokens", "topk_sampled_logprobs", b"topk_sampled_logprobs"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload

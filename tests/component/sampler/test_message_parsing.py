@@ -1,0 +1,129 @@
+"""Tool calls and reasoning in answers, whole and token by token."""
+
+from __future__ import annotations
+
+import json
+from array import array
+
+import pytest
+
+from sampler_service.vllm.parsers import MessageParser
+from tandem.demo.qwen_tokenizer import write_qwen_tokenizer
+from tandem.errors import InvalidRequest, UnsupportedInput
+from tandem.v1 import sampler_pb2
+
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+FOUND = [{"name": "add", "arguments": '{"a": 1}'}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("qwen")
+    write_qwen_tokenizer(folder, vocabulary=1024, max_length=4096)
+    found = AutoTokenizer.from_pretrained(folder)
+    found.folder = folder
+    return found
+
+
+def request(tokenizer, *, prompt="<|im_start|>assistant\n", stops=(), tools=(ADD,), **fields):
+    ids = tokenizer.encode(prompt, add_special_tokens=False)
+    chat = {"tools": list(tools), "tool_choice": "auto"} if tools else {}
+    parse = {"tool_parser": "hermes", "reasoning_parser": "qwen3"} | fields
+    return sampler_pb2.SampleRequest(
+        prompt_tokens=array("i", ids).tobytes(),
+        params=sampler_pb2.SamplingParams(stop_strings=stops),
+        parse=sampler_pb2.MessageParsing(request=json.dumps(chat), **parse),
+    )
+
+
+def parsed(tokenizer, text: str, **fields) -> list[dict]:
+    """The whole message, and the sum of what a stream says."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    parser, asked = MessageParser(tokenizer.folder, [end]), request(tokenizer, **fields)
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), end]
+    stream, said = parser.open(asked), {"reasoning": "", "content": "", "tool_calls": []}
+    for index, token in enumerate(tokens):
+        news = stream.push([token], finished=index == len(tokens) - 1)
+        for name, more in json.loads(news or "{}").items():
+            said[name] += more or type(said[name])()
+    whole = json.loads(parser.open(asked).whole(tokens))
+    return [{name: value or type(said[name])() for name, value in whole.items()}, said]
+
+
+def test_a_call_is_read_and_the_text_before_it_is_content(tokenizer):
+    for found in parsed(tokenizer, f"I add.\n{CALL}"):
+        assert found["tool_calls"] == FOUND
+        assert found["content"].strip() == "I add."
+        assert found["reasoning"] == ""
+
+
+def test_several_calls_are_read_in_order(tokenizer):
+    for found in parsed(tokenizer, f"{CALL}\n{CALL.replace('1', '2')}"):
+        assert [call["arguments"] for call in found["tool_calls"]] == ['{"a": 1}', '{"a": 2}']
+
+
+def test_reasoning_content_and_calls_are_separated(tokenizer):
+    for found in parsed(tokenizer, f"<think>\nhm\n</think>\n\nSo: {CALL}"):
+        assert found["reasoning"].strip() == "hm"
+        assert found["content"].strip() == "So:"
+        assert found["tool_calls"] == FOUND
+
+
+def test_a_prompt_may_begin_the_reasoning(tokenizer):
+    for found in parsed(tokenizer, "hm</think>yes", prompt="<|im_start|>assistant\n<think>\n"):
+        assert (found["reasoning"], found["content"]) == ("hm", "yes")
+    for found in parsed(tokenizer, "hm", prompt="<|im_start|>assistant\n<think>\n"):
+        assert (found["reasoning"], found["content"]) == ("hm", "")
+
+
+def test_an_answer_without_marks_is_content(tokenizer):
+    for found in parsed(tokenizer, "a plain answer, <b>"):
+        assert found == {"reasoning": "", "content": "a plain answer, <b>", "tool_calls": []}
+
+
+def test_a_call_that_is_no_json_is_content(tokenizer):
+    whole, _ = parsed(tokenizer, '<tool_call>\n{"name": "add", "argum')
+    assert whole["tool_calls"] == []
+    assert "argum" in whole["content"]
+
+
+def test_a_stop_string_ends_the_text(tokenizer):
+    for found in parsed(tokenizer, "one STOP", stops=["STOP"]):
+        assert found["content"] == "one "
+
+
+def test_a_character_of_several_tokens_arrives_whole(tokenizer):
+    for found in parsed(tokenizer, "€ and 日本"):
+        assert found["content"] == "€ and 日本"
+
+
+def test_reasoning_alone_can_be_parsed(tokenizer):
+    for found in parsed(tokenizer, f"<think>a</think>{CALL}", tools=(), tool_parser=""):
+        assert found["reasoning"] == "a"
+        assert found["content"] == CALL
+
+
+def test_an_unknown_parser_is_refused_with_the_known_ones(tokenizer):
+    parser = MessageParser(tokenizer.folder, [])
+    with pytest.raises(InvalidRequest, match=r"unknown tool_parser 'best'; known: .*hermes"):
+        parser.open(request(tokenizer, tool_parser="best"))
+
+
+def test_tools_without_a_form_are_refused(tokenizer):
+    parser = MessageParser(tokenizer.folder, [])
+    with pytest.raises(InvalidRequest, match="does not fit"):
+        parser.open(request(tokenizer, tools=[{"type": "function", "function": {"name": 5}}]))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tokenizer, tmp_path):
+    with pytest.raises(UnsupportedInput, match="tokenizer does not load"):
+        MessageParser(tmp_path, []).open(request(tokenizer))
