@@ -171,7 +171,7 @@ def _ask(
     for part in _parts(target, path, body):
         version = part.get("tandem_weight_version") or version
         for choice in part["choices"]:
-            piece = choice["text"] if complete else choice["delta"].get("content") or ""
+            piece = choice["text"] if complete else _said(choice["delta"])
             finish = choice["finish_reason"] or finish
             answer += piece
             if not quiet:
@@ -183,6 +183,10 @@ def _ask(
         say("" if finish != "length" else "…\n(cut: --max-tokens or the model's context)")
     about = {"finish_reason": finish, "weight_version": version}
     return {"model": talk.model, "text": answer, **about}
+
+
+def _said(delta: dict[str, Any]) -> str:
+    return f"{delta.get('reasoning_content') or ''}{delta.get('content') or ''}"
 
 
 def _parts(target: ChosenGateway, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:

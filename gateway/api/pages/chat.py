@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from gateway.api.openai.routes import EventStream
 from gateway.api.openai.schemas import (
+    NO_PARSER,
     ChatCompletionRequest,
     CompletionRequest,
     InferenceRequest,
@@ -197,6 +198,7 @@ def _sample_request(form: Mapping[str, str], side: Side, *, stream: bool) -> Inf
     messages += [{"role": turn.role, "content": turn.text} for turn in side.turns]
     messages.append({"role": "user", "content": message})
     asked = {**fields, "messages": messages, "logprobs": True, "top_logprobs": _ALTERNATIVES}
+    asked["reasoning_parser"] = NO_PARSER  # the page shows all text
     return validate(ChatCompletionRequest, asked)
 
 
