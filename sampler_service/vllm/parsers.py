@@ -141,7 +141,7 @@ class ParsedAnswer:
         reasoning, content = None, text
         if self._parser is not None:
             try:
-                # A prompt tells it that there is no reasoning. Here `_begun` knows about the prompt.
+                # An empty prompt tells it that there is no reasoning.
                 prompt = None if self._parser.reasoning_parser is not None else []
                 delta = self._parser.parse_delta(text, ids, self._chat, prompt, finished=finished)
             except Exception:  # noqa: BLE001 - as above
