@@ -142,7 +142,7 @@ class ParsedAnswer:
         if self._parser is not None:
             try:
                 # An empty prompt tells it that there is no reasoning.
-                prompt = None if self._parser.reasoning_parser is not None else []
+                prompt: list[int] | None = [] if self._parser.reasoning_parser is None else None
                 delta = self._parser.parse_delta(text, ids, self._chat, prompt, finished=finished)
             except Exception:  # noqa: BLE001 - as above
                 get_log().warning("answer_not_parsed", exc_info=True)
