@@ -8,14 +8,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tinker import ServiceClient
 
 from tandem.rl import Evaluation, Result, RLConfig, resumable, train
+from tests.support.loops import steps_in
 from tests.support.rl_script import PROBLEMS, share_of_digits
 from tests.support.stacks import TIED, TestStack
 from tests.support.waiting import wait_until
@@ -66,6 +68,7 @@ def test_an_asynchronous_loop_in_flight_knows_its_tokens_versions_and_is_recorde
     assert max(report.oldest for report in result.steps) == 1
     assert [score.step for score in result.evaluations] == [0, 3, 6]
     load = asyncio.run(result.policy.load())
+    assert load is not None
     assert (load.running, load.waiting) == (0, 0)
     assert 0 <= load.kv_used < 1
     with stack.stack.client() as client:
@@ -77,14 +80,31 @@ def test_an_asynchronous_loop_in_flight_knows_its_tokens_versions_and_is_recorde
         assert rollouts["total_count"] == 16
 
 
-def start_script(stack: TestStack, folder: Path) -> subprocess.Popen[bytes]:
-    folder.mkdir(exist_ok=True)
-    endpoint = stack.stack.endpoint
-    arguments = [endpoint.url, endpoint.api_key, TIED, str(folder / "out"), str(folder / "losses")]
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.support.rl_script", *arguments], stdout=log, stderr=log
-        )
+Start = Callable[[Path], subprocess.Popen[bytes]]
+"""Starts the script with a folder for its files."""
+
+
+@pytest.fixture(scope="module")
+def start_script(stack: TestStack) -> Iterator[Start]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        endpoint = stack.stack.endpoint
+        given = [endpoint.url, endpoint.api_key, TIED, str(folder / "out"), str(folder / "losses")]
+        with (folder / "log").open("ab") as log:
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.support.rl_script", *given],
+                    stdout=log,
+                    stderr=log,
+                )
+            )
+        return started[-1]
+
+    yield start
+    for script in started:
+        script.kill()
+        script.wait()
 
 
 def written(folder: Path) -> list[tuple[int, float]]:
@@ -106,38 +126,39 @@ def await_end(folder: Path, script: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(stack: TestStack, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def uninterrupted(
+    start_script: Start, tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
     """The losses by step."""
     folder = tmp_path_factory.mktemp("uninterrupted")
-    await_end(folder, start_script(stack, folder))
+    await_end(folder, start_script(folder))
     return dict(written(folder))
 
 
 @pytest.mark.slow
-def test_a_script_killed_twice_computes_the_losses_of_an_uninterrupted_one(
-    stack: TestStack, uninterrupted: dict[int, float], tmp_path: Path
+def test_a_killed_script_continues_with_the_losses_of_an_uninterrupted_one(
+    start_script: Start, uninterrupted: dict[int, float], tmp_path: Path
 ) -> None:
-    for count in (3, 6):  # the second time after steps 3 and 4, or 3, 4 and 5
-        script = start_script(stack, tmp_path)
-        await_losses(tmp_path, script, count=count)
-        script.send_signal(signal.SIGKILL)
-        script.wait()
-        assert len(written(tmp_path)) < 10
-    await_end(tmp_path, start_script(stack, tmp_path))
+    script = start_script(tmp_path)
+    await_losses(tmp_path, script, count=5)
+    script.send_signal(signal.SIGKILL)
+    script.wait()
+    lost = len(written(tmp_path)) - steps_in(tmp_path / "out")
+    await_end(tmp_path, start_script(tmp_path))
     found = written(tmp_path)
     assert dict(found) == uninterrupted
     assert all(loss == uninterrupted[step] for step, loss in found), "repeated steps, too"
-    assert len(found) > 8, "some steps were repeated"
+    assert len(found) == 8 + lost
 
 
-def kill_worker(kind: str, stack: TestStack) -> None:
-    workers = [each for each in stack.status()["workers"] if each["kind"] == kind]
-    for worker in workers:
-        for process in stack.processes_of(worker):
-            os.kill(process.pid, signal.SIGKILL)
+def kill_workers(kind: str, stack: TestStack, folder: Path) -> None:
+    """Kill the trainer or the engine of a script."""
+    session_id = (folder / "run").read_text().partition(":")[0]
+    for process in stack.processes_of(stack.worker(kind, session_id=session_id)):
+        os.kill(process.pid, signal.SIGKILL)
 
 
-def kill_gateway(stack: TestStack) -> None:
+def kill_gateway(stack: TestStack, _folder: Path) -> None:
     stack.stack.process.kill()
 
 
@@ -145,19 +166,20 @@ def kill_gateway(stack: TestStack) -> None:
 @pytest.mark.parametrize(
     "kill",
     [
-        pytest.param(lambda stack: kill_worker("trainer", stack), id="trainer"),
-        pytest.param(lambda stack: kill_worker("sampler", stack), id="engine"),
+        pytest.param(partial(kill_workers, "trainer"), id="trainer"),
+        pytest.param(partial(kill_workers, "sampler"), id="engine"),
         pytest.param(kill_gateway, id="gateway"),
     ],
 )
 def test_a_loop_whose_server_is_killed_computes_the_losses_of_an_undisturbed_one(
-    kill: Callable[[TestStack], None],
+    kill: Callable[[TestStack, Path], None],
     stack: TestStack,
+    start_script: Start,
     uninterrupted: dict[int, float],
     tmp_path: Path,
 ) -> None:
-    script = start_script(stack, tmp_path)
+    script = start_script(tmp_path)
     await_losses(tmp_path, script, count=3)
-    kill(stack)
+    kill(stack, tmp_path)
     await_end(tmp_path, script)
     assert written(tmp_path) == sorted(uninterrupted.items())

@@ -1,6 +1,7 @@
 """A user's script with a loop: `python -m tests.support.rl_script URL KEY MODEL OUT LOSSES`.
 
-Each step appends its number and its loss to the file LOSSES."""
+Each step appends its number and its loss to the file LOSSES. The file `run` beside it has the id of
+the run."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ class _Written(TinkerPolicy):
     def __init__(self, training: tinker.TrainingClient, *, step: int, losses: Path) -> None:
         super().__init__(training, step=step)
         self._losses = losses
+        losses.with_name("run").write_text(training.model_id)
 
     async def train(self, *arguments):
         metrics = await super().train(*arguments)

@@ -9,6 +9,7 @@ import random
 import pytest
 
 from tandem.rl import Evaluation, Example, train, train_async
+from tandem.rl.environments import Step
 from tandem.rl.policy import SyncTimedOut
 from tandem.rl.producer import ExampleOrder, RolloutsFailed
 from tandem.rl.rewards import RewardFailed
@@ -363,3 +364,35 @@ def test_a_state_of_another_seed_or_dataset_is_refused(tmp_path):
 def test_saving_needs_a_folder():
     with pytest.raises(ValueError, match="save_every needs `out`"):
         train(FakePolicy(), numbered(4), by_answer, a_config(save_every=1))
+
+
+# --- Environments ------------------------------------------------------------------------------
+
+
+class Doubling:
+    """Two turns: the second prompt follows the first answer."""
+
+    async def reset(self, example: Example) -> list[int]:
+        self.answers: list[str] = []
+        return list(example.prompt)
+
+    async def step(self, answer: str) -> Step:
+        self.answers.append(answer)
+        if len(self.answers) == 2:
+            return Step(reward=int(answer.split()[-1]) / 1000, fields={"first": self.answers[0]})
+        if answer.startswith("1"):
+            raise RuntimeError("the environment broke")
+        return Step(reward=0.5, observation=[9, 9])
+
+
+@in_virtual_time
+async def test_a_loop_trains_episodes_of_an_environment_and_drops_broken_ones():
+    policy, again = FakePolicy(), FakePolicy()
+    config = a_config(group_size=6, off_by=0, evaluate_every=5)
+    result = await run(policy, config, reward=Doubling, evaluation=EVALUATION)
+    assert policy.step == 10
+    assert result.dropped["environment"] > 5
+    assert all(0.5 <= report.reward <= 1.5 for report in result.steps)
+    assert len(result.evaluations) == 3
+    repeated = await run(again, config, reward=Doubling)
+    assert losses(result) == losses(repeated)
