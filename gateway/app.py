@@ -27,11 +27,11 @@ from gateway.api import description, http_connection
 from gateway.api.errors import ErrorResponses
 from gateway.api.http_connection import GRACEFUL_SECONDS, BoundedProtocol, Connections
 from gateway.api.middleware import RequestBoundary
-from gateway.api.openai.routes import PREFIX, TRACES_PREFIX, openai_refusal
+from gateway.api.openai import traces
+from gateway.api.openai.anthropic import anthropic_refusal
+from gateway.api.openai.routes import MESSAGES, PREFIX, TRACES_PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.openai.traces import agent_router as trace_agents
-from gateway.api.openai.traces import router as traces
 from gateway.api.pages import chat, compare, devices, rollouts, sign_in
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
@@ -96,7 +96,9 @@ ROUTERS = (
     futures.router,
     sampling.router,
     openai,
-    trace_agents,
+    traces.agent_router,
+    traces.anthropic_router,
+    traces.anthropic_agent_router,
     training.router,
     sessions.router,
     training_runs.router,
@@ -120,7 +122,7 @@ ROUTERS = (
     samples.router,
     logprobs.router,
     sampling_sessions.router,
-    traces,
+    traces.router,
     targets.router,
     logs.router,
     status.root_router,
@@ -215,7 +217,9 @@ def create_app(
     for router in ROUTERS:
         app.include_router(router)
     app.openapi = partial(description.document, app)  # type: ignore[method-assign]
-    errors = ErrorResponses({PREFIX: openai_refusal, TRACES_PREFIX: openai_refusal})
+    errors = ErrorResponses(
+        {MESSAGES: anthropic_refusal, PREFIX: openai_refusal, TRACES_PREFIX: openai_refusal}
+    )
     errors.register(app)
     app.state.on_opened = lambda: None
     app.add_middleware(

@@ -51,13 +51,15 @@ class UnknownEndpoint(UserError):
 
 
 class ErrorResponses:
-    """Writes errors in the dialect of the path. `dialects` are by path prefix."""
+    """Writes errors in the dialect of the path. `dialects` are by the beginning or the end of a
+    path. The first one counts."""
 
     def __init__(self, dialects: Mapping[str, Dialect]) -> None:
         self._dialects = {_AUTH: _login_refusal, **dialects}
 
     def response(self, error: TandemError, *, path: str) -> Response:
-        found = (dialect for at, dialect in self._dialects.items() if path.startswith(at))
+        dialects = self._dialects.items()
+        found = (one for at, one in dialects if path.startswith(at) or path.endswith(at))
         response = next(found, _tinker_refusal)(error)
         if isinstance(error, Unauthenticated):
             # RFC 6750. For a refused token, the SDK exchanges its key again.

@@ -115,6 +115,11 @@ class Choice:
         """Whether the newest tokens have text to show."""
         return bool(self.new_text)
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the text, or ""."""
+        return self._cutter.stop
+
     def write_tokens(
         self,
         tokens: NewTokens,
@@ -357,6 +362,11 @@ class ResponseBuilder:
     def messages(self) -> list[Json]:
         """Return the whole messages of a finished chat."""
         return [one.message for one in self._choices if isinstance(one, ChatChoiceWriter)]
+
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the first choice, or ""."""
+        return self._choices[0].stop_string
 
     def opening(self) -> list[Json]:
         if not (self._is_chat or self._request.echo or self._request.return_token_ids):

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Annotated, cast
+from typing import Annotated, Protocol, cast
 
 import orjson
 from fastapi import Depends
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -52,6 +53,8 @@ from tandem.telemetry import get_log
 
 PREFIX = "/v1/"
 TRACES_PREFIX = "/traces/"
+MESSAGES = "/v1/messages"
+"""Anthropic's route, also at the end of a trace's path."""
 VERSION_HEADER = "X-Tandem-Weight-Version"
 
 MODEL_ERRORS = (UnknownModel, UnknownWeights, UnknownRun)
@@ -111,8 +114,10 @@ async def _service(request: Request) -> InferenceService:
 ServiceDep = Annotated[InferenceService, Depends(_service)]
 
 
-def sampled(model: type[Completion] | type[ChatCompletion]) -> Responses:
-    about = "With `stream`: a line `data: JSON` for each part, the last one `data: [DONE]`"
+def sampled(
+    model: type[BaseModel],
+    about: str = "With `stream`: a line `data: JSON` for each part, the last one `data: [DONE]`",
+) -> Responses:
     stream = {"text/event-stream; charset=utf-8": {"schema": binary(about)}}
     return {200: {"model": model, "content": stream}}
 
@@ -156,69 +161,106 @@ async def openai_model(model: PathText, service: ServiceDep, access: AccessDep) 
     return await service.models.one(model, access.caller)
 
 
+class AnswerForm(Protocol):
+    """Writes one answer for a kind of client."""
+
+    def whole(self, content: Json) -> Json: ...
+
+    def events(self, parts: Sequence[Json]) -> Iterable[bytes]:
+        """Return the events of a stream for some parts of the answer."""
+        ...
+
+    def closing(self) -> Iterable[bytes]: ...
+
+    def error(self, error: TandemError) -> bytes: ...
+
+
+class OpenAIForm:
+    """A line `data: JSON` for each part, and `data: [DONE]` at the end."""
+
+    def whole(self, content: Json) -> Json:
+        return content
+
+    def events(self, parts: Sequence[Json]) -> Iterable[bytes]:
+        return map(_event, parts)
+
+    def closing(self) -> Iterable[bytes]:
+        return (b"data: [DONE]\n\n",)
+
+    def error(self, error: TandemError) -> bytes:
+        return _event(error_content(error))
+
+
 async def respond(
     body: InferenceRequest,
     request: Request,
     service: InferenceService,
     caller: Caller,
+    *,
     recording: TurnRecording | None = None,
+    make_form: Callable[[Generation], AnswerForm] = lambda _generation: OpenAIForm(),
 ) -> Response:
     running = service.start_sampling(
         body, caller=caller, receive=request.receive, recording=recording
     )
     try:
         if body.stream:
-            parts = _parts(running)
+            parts = _parts(running, make_form)
             return EventStream(await anext(parts), parts)
         async with running as generation:
             content = await generation.response()
     except ClientDisconnect:
         return Response(status_code=499)  # for the log, as the client is gone
-    response = json_response(content)
+    response = json_response(make_form(generation).whole(content))
     response.headers[VERSION_HEADER] = str(content["tandem_weight_version"])
     return response
 
 
+Parts = tuple[AnswerForm, list[Json]]
+
+
 async def _parts(
     running: AbstractAsyncContextManager[Generation],
-) -> AsyncGenerator[list[Json], None]:
+    make_form: Callable[[Generation], AnswerForm],
+) -> AsyncGenerator[Parts, None]:
     async with running as generation, aclosing(generation.parts()) as steps:
+        form = make_form(generation)
         async for parts in steps:
-            yield parts
+            yield form, parts
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html): a line
-    `data: JSON` for each part, and `data: [DONE]` at the end.
+    """Server-sent events (https://html.spec.whatwg.org/multipage/server-sent-events.html).
 
     The response starts with the first parts, so an earlier error is an ordinary response. A later
     one ends the stream."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: list[Json], others: AsyncGenerator[list[Json], None]) -> None:
-        version = str(first[0]["tandem_weight_version"])
+    def __init__(self, first: Parts, others: AsyncGenerator[Parts, None]) -> None:
+        form, parts = first
+        version = str(parts[0]["tandem_weight_version"])
         no_buffers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._events(first), headers={VERSION_HEADER: version, **no_buffers})
+        super().__init__(self._events(form, parts), headers={VERSION_HEADER: version, **no_buffers})
         self._others = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._others):
             await super().__call__(scope, receive, send)
 
-    async def _events(self, parts: list[Json]) -> AsyncIterator[bytes]:
+    async def _events(self, form: AnswerForm, parts: list[Json]) -> AsyncIterator[bytes]:
         try:
-            yield b"".join(map(_event, parts))
-            async for parts in self._others:
-                yield b"".join(map(_event, parts))
-            yield b"data: [DONE]\n\n"
+            yield b"".join(form.events(parts))
+            async for _form, parts in self._others:
+                yield b"".join(form.events(parts))
+            yield b"".join(form.closing())
         except ClientDisconnect:
             pass
         except Exception as error:  # noqa: BLE001 - the response has begun
             if not isinstance(error, TandemError):
                 get_log().exception("stream_failed")
                 error = InternalError(f"{type(error).__name__} in the gateway; see its log")
-            yield _event(error_content(error))
+            yield form.error(error)
 
 
 def _event(content: Json) -> bytes:

@@ -260,6 +260,11 @@ class Generation:
         await self._record(found[0])
         return response
 
+    @property
+    def stop_string(self) -> str:
+        """The stop string that ended the first choice, or ""."""
+        return self._builder.stop_string
+
     async def _record(self, sample: tinker_pb2.SampleResponse) -> None:
         """Write the turn before its end is answered, so that a client knows no unrecorded one."""
         if self._recording is not None:

@@ -240,16 +240,21 @@ class StopCutter:
         self._stops = stops
         self._keep = keep
         self._held = ""
-        self.stopped = False
+        self.stop = ""
+        """The stop string that ended the text."""
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.stop)
 
     def push(self, text: str) -> str:
         if self.stopped:
             return ""
         self._held += text
-        ends = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        places = ((self._held.find(stop), stop) for stop in self._stops)
+        ends = [(at + len(stop), at, stop) for at, stop in places if at >= 0]
         if ends:  # the first to end counts, of several the longest
-            end, begin = min(ends)
-            self.stopped = True
+            end, begin, self.stop = min(ends)
             return self._release(end if self._keep else begin)
         return self._release(len(self._held) - max(map(self._overlap, self._stops), default=0))
 

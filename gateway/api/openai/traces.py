@@ -1,4 +1,5 @@
-"""Traces: addresses that answer an agent as OpenAI's API, and record its tokens for training."""
+"""Traces: addresses that answer an agent as OpenAI's or Anthropic's API, and record its tokens for
+training. Also Anthropic's route without a trace."""
 
 from __future__ import annotations
 
@@ -17,6 +18,12 @@ from gateway.api.bounds import BoundFields
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.errors import InvalidField
 from gateway.api.fields import Answer, PathText
+from gateway.api.openai.anthropic import (
+    AnthropicAnswer,
+    AnthropicError,
+    AnthropicForm,
+    MessagesRequest,
+)
 from gateway.api.openai.recording import TurnRecording
 from gateway.api.openai.routes import (
     CHAT_RULES,
@@ -67,6 +74,17 @@ agent_router = Router(
 )
 
 
+anthropic_router = Router("/v1", tag="Anthropic", refusal=AnthropicError, status_of=status_of)
+anthropic_agent_router = Router(
+    TRACES_PREFIX + "{trace_id}/v1",
+    tag="Traces",
+    refusal=AnthropicError,
+    status_of=status_of,
+    route_class=TraceOperation,
+)
+ANTHROPIC_RESPONSES = sampled(AnthropicAnswer, "With `stream`: Anthropic's events")
+
+
 async def _trace(trace_id: PathText, access: AccessDep) -> Trace:
     trace = access.gateway.recorder.get(trace_id)
     if not access.caller.may_see(trace.head.owner):
@@ -86,8 +104,8 @@ class NewTrace(BoundFields):
 
 
 class CreatedTrace(Answer):
-    """An OpenAI client takes `base_url` with `/v1` behind it. `expires` is in seconds since 1970.
-    The key is shown once."""
+    """Anthropic's client takes `base_url`, and OpenAI's takes it with `/v1` behind it. `expires` is
+    in seconds since 1970. The key is shown once."""
 
     id: str
     base_url: str
@@ -190,7 +208,37 @@ async def trace_chat_completions(
     """Answer messages as `/v1/chat/completions`, and record the turn. Messages that extend a
     recorded conversation continue its tokens."""
     recording = await start_recording(body, access, trace)
-    return await respond(body, request, service, access.caller, recording)
+    return await respond(body, request, service, access.caller, recording=recording)
+
+
+@sampling_operation(anthropic_router, "/messages", rules=CHAT_RULES, responses=ANTHROPIC_RESPONSES)
+async def anthropic_messages(
+    body: MessagesRequest, request: Request, service: ServiceDep, access: AccessDep
+) -> Response:
+    """Answer messages in Anthropic's form."""
+    return await respond(body.to_chat(), request, service, access.caller, make_form=AnthropicForm)
+
+
+@sampling_operation(
+    anthropic_agent_router,
+    "/messages",
+    rules=CHAT_RULES,
+    responses=ANTHROPIC_RESPONSES,
+    errors=(TraceEnded,),
+)
+async def trace_messages(
+    body: MessagesRequest,
+    request: Request,
+    service: ServiceDep,
+    access: AccessDep,
+    trace: TraceDep,
+) -> Response:
+    """Answer messages as `/v1/messages`, and record the turn, as of `/v1/chat/completions`."""
+    chat = body.to_chat()
+    recording = await start_recording(chat, access, trace)
+    return await respond(
+        chat, request, service, access.caller, recording=recording, make_form=AnthropicForm
+    )
 
 
 async def start_recording(

@@ -17,7 +17,7 @@ from fastapi import Query
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.api.openai.routes import EventStream
+from gateway.api.openai.routes import EventStream, OpenAIForm, Parts
 from gateway.api.openai.schemas import (
     NO_PARSER,
     ChatCompletionRequest,
@@ -113,11 +113,11 @@ async def chat_stream(request: Request) -> Response:
 
 async def _parts(
     request: Request, form: Mapping[str, str], side: Side
-) -> AsyncGenerator[list[Json], None]:
+) -> AsyncGenerator[Parts, None]:
     sampling = _sampling(request, form, side, stream=True)
     async with sampling as running, aclosing(running.parts()) as steps:
         async for parts in steps:
-            yield [_event(part) for part in parts]
+            yield OpenAIForm(), [_event(part) for part in parts]
 
 
 async def _answer(request: Request, form: Mapping[str, str], side: Side) -> None:

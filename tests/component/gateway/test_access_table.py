@@ -77,6 +77,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "get_trace": OWN_LOOK,
     "delete_trace": OWN_CHANGE_EMPTY,
     "trace_chat_completions": (401, 404, 403, 400, 400),  # the model has no tokenizer
+    "trace_messages": (401, 404, 403, 400, 400),
+    "anthropic_messages": (401, 404, 403, 400, 400),
     "exchange_token": EVERYBODY,
     "own_key": EVERYBODY,
     "delete_own_key": (401, 204, 204, 204, 204),

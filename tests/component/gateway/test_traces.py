@@ -9,57 +9,15 @@ import tinker
 
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
-    chat,
-    client_of,
     says,
-    speaking_gateway,
-    write_speaking_model,
 )
-
-USER = {"role": "user", "content": "hi"}
-TRACES = "/api/tandem/v1/traces"
+from tests.support.gateway.traces import USER, Trace, agent_gateway, sampled_of, text_of
 
 
 @pytest.fixture(scope="module")
 def gate(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    with speaking_gateway(folder) as gate:
-        write_speaking_model(folder / "agent", byte_tokenizer(), window=4096)
-        gate.run(gate.gateway.models.add(name="agent", path=str(folder / "agent")))
-        chat(client_of(gate), model="agent", max_tokens=1)  # starts the engine
+    with agent_gateway(tmp_path_factory.mktemp("models")) as gate:
         yield gate
-
-
-class Trace:
-    def __init__(self, gate, **fields) -> None:
-        self.gate = gate
-        self.made = gate.http().post(TRACES, json={"model": "agent"} | fields).json()
-        self.id, self.key = self.made["id"], self.made["key"]
-        self.url = f"{TRACES}/{self.id}"
-        self.client = openai.OpenAI(
-            base_url=f"{self.made['base_url']}/v1", api_key=self.key, max_retries=0, timeout=30
-        )
-
-    def say(self, answer: str, *messages, end: bool = True, **changes):
-        says(self.gate, answer, end=end)
-        fields = {"model": "any", "messages": messages, "max_tokens": 32}
-        return self.client.chat.completions.create(**(fields | changes))
-
-    @property
-    def sequences(self) -> list[dict]:
-        return self.gate.http().get(self.url).json()["sequences"]
-
-
-def text_of(sequence: dict) -> str:
-    datum = sequence["datum"]
-    tokens = [*datum["model_input"], datum["loss_fn_inputs"]["target_tokens"][-1]]
-    return byte_tokenizer().decode(tokens, skip_special_tokens=False)
-
-
-def sampled_of(sequence: dict) -> str:
-    inputs = sequence["datum"]["loss_fn_inputs"]
-    tokens = [t for t, m in zip(inputs["target_tokens"], inputs["mask"], strict=True) if m]
-    return byte_tokenizer().decode(tokens, skip_special_tokens=False)
 
 
 def test_a_chat_of_two_turns_is_one_sequence_with_the_sampled_tokens(gate):

@@ -332,6 +332,14 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
         f"/traces/{w.new_trace()}/v1/chat/completions",
         {"model": "any", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
     ),
+    "trace_messages": lambda w: Call(
+        f"/traces/{w.new_trace()}/v1/messages",
+        {"model": "any", "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    ),
+    "anthropic_messages": lambda w: Call(
+        "/v1/messages",
+        {"model": w.weights, "messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    ),
     "exchange_token": _api("auth/token"),
     "own_key": _get(f"{API}/auth/apikey/me"),
     "delete_own_key": _get(f"{API}/auth/apikey/me"),
