@@ -34,7 +34,9 @@ async def check_may_bound(
 ) -> None:
     """Raise `InvalidRequest` if the owner cannot bound a version: a base model has only one, and
     another owner's trainer is not shown."""
-    if bounds == Bounds() or not version.run_id:
+    if bounds == Bounds():
+        return
+    if not version.run_id:
         bounds.check(version.to_proto(), trainer_step=None)
     elif (await gateway.checkpoints.origin(version.run_id)).owner != owner:
         raise InvalidRequest(

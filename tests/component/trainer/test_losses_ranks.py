@@ -11,7 +11,7 @@ from tandem.v1 import trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY, write_tiny_model
-from tests.support.trainer_worker import TrainerClient, logprobs_of, trainer_process
+from tests.support.trainer_worker import TrainerClient, dense, logprobs_of, trainer_process
 
 pytestmark = pytest.mark.slow
 
@@ -24,12 +24,24 @@ def model(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("ranks"), architecture="llama")
 
 
+def aged(*steps: int) -> wire.ForwardBackwardRequest:
+    """A batch with datums of these steps in turn. Those of step 0 are too old after a step."""
+    message = mixed_request("ppo, token mean")
+    for number, each in enumerate(message.data):
+        step = dense([steps[number % len(steps)]], "<i8")
+        each.loss_fn_inputs["weight_step"].CopyFrom(step)
+    message.loss_fn_config_v2["max_staleness"].number = 0
+    return message
+
+
 def requests() -> dict[str, wire.ForwardBackwardRequest]:
-    """Also batches so small that one rank has no data."""
+    """Also batches so small that one rank has no data, and batches with stale datums."""
     return {
         **{name: mixed_request(name) for name in REQUESTS},
         "one pair": mixed_request("dpo", mixed_data(2)),
         "one datum": mixed_request("ppo, token mean", mixed_data(1)),
+        "one of three stale": aged(0, 1000, 1000),
+        "all stale": aged(0),
     }
 
 
@@ -83,6 +95,6 @@ def test_two_ranks_compute_what_one_computes(
         assert other_step == pytest.approx(of_step, rel=1e-4, abs=1e-5), name
         assert dict(other.metrics) == pytest.approx(dict(output.metrics), rel=1e-4, abs=1e-5), name
         assert other_norm == pytest.approx(norm, rel=1e-4), name
-        assert norm > 0, name
+        assert (norm > 0) == (name != "all stale"), name
         for one, two in zip(logprobs_of(output), logprobs_of(other), strict=True):
             np.testing.assert_allclose(one, two, atol=1e-5, err_msg=name)
