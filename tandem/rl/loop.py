@@ -14,13 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from tandem.rl.collector import (
-    Collector,
-    MakeEnvironment,
-    Sampling,
-    first_error,
-    open_rewards,
-)
+from tandem.rl.collector import Collector, MakeEnvironment, Sampling, first_error, open_rewards
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Renderer
@@ -96,11 +90,10 @@ async def train_async(
         if isinstance(policy, TinkerPolicy):
             tokenizer = tokenizer or await asyncio.to_thread(policy.training.get_tokenizer)
             if tracked is None:
-                record = config.to_record()
-                run = await policy.track(name=config.name, tags=config.tags, config=record)
-            if tracked is None and run is not None:
-                tracked = run
-                stack.push_async_callback(asyncio.to_thread, run.finish)
+                about = config.to_record()
+                tracked = await policy.track(name=config.name, tags=config.tags, config=about)
+                if tracked is not None:
+                    stack.push_async_callback(asyncio.to_thread, tracked.finish)
         try:
             async with asyncio.TaskGroup() as tasks:
                 return await _Loop(
@@ -204,6 +197,7 @@ class _Loop:
     async def _publish(self, trained: int) -> None:
         """Sync the samplers. Then the places of the trained groups are free for new ones."""
         await self._timed("sync", self._policy.sync(self._config.sync_timeout))
+        self._producer.most = (self._config.steps - self._step) * self._config.groups_per_step
         self._producer.free(trained)
 
     async def _batch(self) -> list[Group]:

@@ -54,7 +54,8 @@ class Producer:
 
     `cursor` is the next new number. `under_way` has earlier numbers that no batch has trained,
     with the attempts of each: at the start, those of a saved state. `dropped` counts groups by
-    reason. Without `places` for a whole batch, a batch waits forever."""
+    reason. Without `places` for a whole batch, a batch waits forever. `most` bounds the held groups
+    further, for the last steps of a run."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Producer:
     ) -> None:
         self.cursor = cursor
         self.dropped: Counter[str] = Counter()
-        self.places = places
+        self.places = self.most = places
         self._sampling = (0.0, 0)  # seconds of ready groups, and their number
         self._order = order
         self._collect = collect
@@ -103,7 +104,7 @@ class Producer:
 
     def fill(self) -> None:
         """Start a group in each free place."""
-        while self._free:
+        while self._free and self.held < self.most:
             self._free -= 1
             self._draw()
 
