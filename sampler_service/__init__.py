@@ -11,5 +11,22 @@ A sample passes servicer, request parser, scheduler and engine. Token ids come i
 logprobs and the name of the weight version go out. A load passes servicer, scheduler, lifecycle,
 loader and engine.
 
+`Generation` is the engine for another program, without a server. It is imported on demand.
+
 To add an engine, implement `Engine` in a folder beside `vllm` and construct it in
 `service/process.py`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sampler_service.generation import Generation, Sample
+
+__all__ = ["Generation", "Sample"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sampler_service import generation
+
+    return getattr(generation, name)

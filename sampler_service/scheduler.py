@@ -42,7 +42,12 @@ from sampler_service.engine import (
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import LoadableVersion, Loader, LoadOutcome
+from sampler_service.weights.loader import (
+    LoadableVersion,
+    Loader,
+    LoadOutcome,
+    default_tolerance,
+)
 from sampler_service.weights.read_ahead import ReadAhead, in_thread
 from sampler_service.work import (
     QueuedLoad,
@@ -71,6 +76,8 @@ class SchedulerStatus:
 
 
 _LOGGED_REQUESTS = 8
+_PATIENCE = 2.0
+"""Seconds during which requests for the loaded version may overtake others."""
 
 
 def _request_ids(works: Iterable[Work]) -> list[str]:
@@ -132,6 +139,29 @@ class Scheduler:
             engine, loader, self._reader, adapters, base=base, on_state=metrics.state
         )
         metrics.version(base)
+        self._stopping: TandemError | None = None
+
+    @classmethod
+    def of_engine(
+        cls,
+        engine: Engine,
+        *,
+        base: LoadableVersion,
+        timeout: float,
+        metrics: SamplerMetrics,
+        on_fatal: Callable[[TandemError], None],
+    ) -> Scheduler:
+        tolerance = default_tolerance(engine.facts.dtype)
+        return cls(
+            engine,
+            Loader(engine, base=base.path, tolerance=tolerance),
+            AdapterCache(engine, base=base.path, tolerance=tolerance),
+            base=base,
+            patience=_PATIENCE,
+            timeout=timeout,
+            metrics=metrics,
+            on_fatal=on_fatal,
+        )
 
     # --- Called from any thread ------------------------------------------------------------
 
@@ -181,6 +211,11 @@ class Scheduler:
         self._submissions.put(switch)
         return switch.future
 
+    def stop(self, reason: TandemError) -> None:
+        """Let `run` return after the present turn, and fail all work with `reason`."""
+        self._stopping = reason
+        self._submissions.notify()
+
     @property
     def status(self) -> SchedulerStatus:
         return SchedulerStatus(
@@ -203,13 +238,15 @@ class Scheduler:
 
     def run(self) -> None:
         try:
-            while self._lifecycle.state is not EngineState.FAILED:
+            while self._lifecycle.state is not EngineState.FAILED and self._stopping is None:
                 self.turn()
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
             running = _request_ids(self._running.values())
             self._log.exception("engine_failed", request_ids=running)
             self._lifecycle.fail()
             self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
+        if self._stopping is not None:
+            self._fail(self._stopping)
 
     def turn(self) -> None:
         """Take new work, then do one thing: step, switch, load or wait."""

@@ -16,9 +16,11 @@ import os
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -33,6 +35,7 @@ from sampler_service.engine import (
     StepOutput,
 )
 from sampler_service.service.engine_server import (
+    PIPE,
     Add,
     EngineAnswer,
     EngineCall,
@@ -42,8 +45,10 @@ from sampler_service.service.engine_server import (
     Start,
     serve_engine,
 )
+from sampler_service.vllm.environment import engine_environment
 from sampler_service.vllm.memory import resident_bytes
 from tandem.errors import TandemError
+from tandem.settings.workers import SamplerSettings
 
 Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
@@ -51,6 +56,7 @@ Value = TypeVar("Value")
 _STEP_SECONDS = 1.0
 """The longest wait of `step`."""
 _END_SECONDS = 10.0
+_PROGRAM = "from sampler_service.service.engine_server import main; main()"
 
 
 def _asks(
@@ -100,6 +106,29 @@ class EngineProcess:
         theirs.close()
         return cls(pid, ours, patience=patience)
 
+    @classmethod
+    def spawn(cls, model: Path, settings: SamplerSettings) -> EngineProcess:
+        """Start a program that makes the model's engine. This process may have threads and a GPU.
+
+        The program ends with the calling thread."""
+        ours, theirs = Pipe()
+        _limit_waits(ours, settings.operation_timeout)
+        pid = os.posix_spawn(
+            sys.executable,
+            [
+                sys.executable,
+                "-c",
+                _PROGRAM,
+                str(model),
+                settings.model_dump_json(),
+                f"{os.getpid()}",
+            ],
+            engine_environment(),
+            file_actions=[(os.POSIX_SPAWN_DUP2, theirs.fileno(), PIPE)],
+        )
+        theirs.close()
+        return cls(pid, ours, patience=settings.operation_timeout)
+
     def connect(self, on_lost: Callable[[], None]) -> EngineProcess:
         """Wait for the engine and return it. Raises the errors of `start`, and
         `EngineProcessEnded`.
@@ -115,7 +144,8 @@ class EngineProcess:
         """Kill the process, and wait until its memory is free."""
         self._on_end = lambda: None
         if self._status is None:
-            os.kill(self._pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # the watcher notes its end only now
+                os.kill(self._pid, signal.SIGKILL)
         self._watcher.join(_END_SECONDS)
 
     def _watch(self) -> None:

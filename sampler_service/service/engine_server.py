@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,10 +21,13 @@ from sampler_service.engine import Engine, EngineRequest, EngineResult, StepOutp
 from sampler_service.structured_output import Grammar, GrammarCache
 from tandem.errors import TandemError, describe
 from tandem.protocol.worker import die_with_parent
-from tandem.telemetry import get_log
+from tandem.settings.workers import SamplerSettings
+from tandem.telemetry import configure_logging, get_log
 
 Start = Callable[[Callable[[], None]], Engine]
 """Makes an engine. It calls its argument when one of its processes dies."""
+PIPE = 3
+"""The descriptor of a new program's pipe."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,18 @@ def serve_engine(connection: Connection, start: Start, *, model: Path, parent: i
         EngineServer(connection, model=model).run(start)
     finally:
         os._exit(1)  # skips the clean-up of state shared with the parent
+
+
+def main() -> NoReturn:
+    """Make and serve an engine in a new process. See `EngineProcess.spawn`."""
+    from sampler_service.vllm.start import start_engine
+
+    model, settings, parent = sys.argv[1:]
+    configure_logging(service="sampler", level="warning")
+    start = partial(
+        start_engine, Path(model), SamplerSettings.model_validate_json(settings), sleeps=True
+    )
+    serve_engine(Connection(PIPE), start, model=Path(model), parent=int(parent))
 
 
 class EngineServer:

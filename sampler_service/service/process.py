@@ -31,8 +31,7 @@ from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
 from sampler_service.vllm.parsers import MessageParser
 from sampler_service.vllm.start import start_engine
-from sampler_service.weights.adapters import AdapterCache
-from sampler_service.weights.loader import LoadableVersion, Loader, default_tolerance
+from sampler_service.weights.loader import LoadableVersion
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
 from tandem.protocol.devices import confine, devices_of_ranks, together
 from tandem.protocol.fencing import Fence
@@ -45,8 +44,6 @@ from tandem.v1 import sampler_pb2_grpc
 
 _STOP_GRACE_SECONDS = 1.0
 """Seconds in which calls still get the answer that the engine failed."""
-_PATIENCE = 2.0
-"""Seconds during which requests for the loaded version may overtake others."""
 
 
 def run() -> NoReturn:
@@ -161,17 +158,11 @@ class _Process:
         model = Path(self._spec.model_path)
         engine = self._start(lambda: fail(WorkerDied("a process of the engine has ended")))
         facts = engine.facts
-        tolerance = default_tolerance(facts.dtype)
-        loader = Loader(engine, base=model, tolerance=tolerance)
-        adapters = AdapterCache(engine, base=model, tolerance=tolerance)
         gc.freeze()
         gc.enable()
-        scheduler = Scheduler(
+        scheduler = Scheduler.of_engine(
             engine,
-            loader,
-            adapters,
             base=LoadableVersion(name=f"base/{self._spec.model_name}", path=model),
-            patience=_PATIENCE,
             timeout=self._settings.operation_timeout,
             metrics=self._metrics,
             on_fatal=fail,

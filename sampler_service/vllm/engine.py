@@ -432,6 +432,14 @@ class VllmEngine:
     def remove_adapter(self, name: str) -> None:
         self._engine.remove_lora(self._adapters.pop(name).lora_int_id)
 
+    def shut_down(self) -> None:
+        """Free the memory, so that this process may make another engine."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self._engine.engine_core.shutdown()
+        del self._engine
+        cleanup_dist_env_and_memory()
+
     def _load_tokenizer(self) -> None:
         """Load the tokenizer at the first stop string, not at every start."""
         if has_tokenizer(self._engine):

@@ -62,9 +62,12 @@ def restart_with_environment(arguments: list[str]) -> None:
     The unread standard input and the report's descriptor survive."""
     if os.environ.pop(_MARK, None):
         return
-    environment = sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
-    environment[_MARK] = "1"
+    environment = engine_environment() | {_MARK: "1"}
     os.execve(sys.executable, [sys.executable, "-m", "sampler_service", *arguments], environment)
+
+
+def engine_environment() -> dict[str, str]:
+    return sampler_environment(os.environ, cpu=is_cpu_build(), library=_intel_openmp())
 
 
 def sampler_environment(

@@ -111,7 +111,7 @@ def weights_files(directory: Path) -> list[WeightsFile]:
     """Return the safetensors files of a model's directory.
 
     Raises `LoadFailed` for a delta without its base, and `OSError` for a missing file."""
-    manifest = _manifest_of(directory)
+    manifest = manifest_of(directory)
     if manifest is None:
         return [WeightsFile(path) for path in model_files(directory)]
     if not manifest.delta_of:
@@ -139,7 +139,7 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def verified_tensors(
-    file: WeightsFile, manifest: Manifest, go_on: Callable[[], None]
+    file: WeightsFile, manifest: Manifest | None, go_on: Callable[[], None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the names and values of a file's tensors. The version's own files must be verified.
 
@@ -148,6 +148,7 @@ def verified_tensors(
     if file.patch is None:
         yield from ((source.name, source.stored) for source in file.sources())
         return
+    assert manifest is not None, "only a version has patches"
     (entry,) = (entry for entry in manifest.files if entry.name == file.path.name)
     checksum = Checksum()
     checksum.update(header_of(file.path))
@@ -181,7 +182,7 @@ def base_of(
         ) from error
 
 
-def _manifest_of(directory: Path) -> Manifest | None:
+def manifest_of(directory: Path) -> Manifest | None:
     file = directory / MANIFEST_NAME
     try:
         return Manifest.model_validate_json(read_record(file))

@@ -50,7 +50,8 @@ _FLOATING = {"F64", "F32", "F16", "BF16"}
 class LoadableVersion:
     """A weight version in a request, identified by its name and kind.
 
-    An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read."""
+    An `adapter` is computed beside the base model's weights. With a `handoff`, no file is read. A
+    `plain` directory has no manifest."""
 
     name: str
     path: Path = field(compare=False)
@@ -58,6 +59,7 @@ class LoadableVersion:
     step: int = field(default=0, compare=False)
     adapter: bool = False
     handoff: common_pb2.Handoff | None = field(default=None, compare=False)
+    plain: bool = field(default=False, compare=False)
 
     @property
     def is_base(self) -> bool:
@@ -143,7 +145,7 @@ class Loader:
     def _read_files(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         try:
             manifest = self._check(version, go_on)
-            sums = None if manifest is None else self._read(version.path, manifest, go_on)
+            sums = None if version.is_base else self._read(version.path, manifest, go_on)
             size = sum(file.path.stat().st_size for file in weights_files(version.path))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
@@ -180,13 +182,13 @@ class Loader:
             raise WeightsTouched(error.message) from error
 
     def _read(
-        self, directory: Path, manifest: Manifest, go_on: Callable[[], None]
+        self, directory: Path, manifest: Manifest | None, go_on: Callable[[], None]
     ) -> WeightSums | None:
         """Read all tensors of a version with verified files, and apply a delta's patches.
 
         Returns their sums, or None if the engine's cannot be compared."""
         adds_up = self._adds_up
-        if not adds_up and not manifest.delta_of:
+        if not adds_up and not (manifest and manifest.delta_of):
             return None
 
         def read(file: WeightsFile) -> WeightSums:
@@ -232,19 +234,20 @@ class Loader:
         get_log().warning("weights_compared_by_canary_alone", engine=self._facts.name)
 
     def _check(self, version: LoadableVersion, go_on: Callable[[], None]) -> Manifest | None:
-        """Check a version's files and tensors. Returns its manifest, or None for a base model."""
+        """Check a version's files and tensors. Returns its manifest, or None without one."""
         manifest = None
         if version.is_base:
             # No manifest, but reading the files puts them into the page cache.
             each = model_files(version.path)
             in_threads(lambda file: checksum_file(file, go_on), each, threads=self._threads)
-        else:
+        elif not version.plain:
             files = version.handoff is None
             manifest = verified_manifest(
                 version, self._facts, go_on, checksums=files, threads=self._threads
             )
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
+        if not version.is_base:
             untied = (version.path / "config.json").is_file() and not is_tied(version.path)
             if self._tied and untied:
                 raise LoadFailed(
