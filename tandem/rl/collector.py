@@ -137,7 +137,7 @@ class Collector:
             text = self._renderer.text(turn)
             reward = await scorer.score(example, text)
             if reward is None:
-                self._drop("reward", 1, "a reward failed")
+                self._drop("reward", 1, scorer.last_failure)
                 return None
             return Rollout(turns=[turn], reward=reward, text=text)
 

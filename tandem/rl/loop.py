@@ -234,9 +234,7 @@ class _Loop:
         metrics: Mapping[str, float] = {}
         self._trained_at = policy.step
         for first in range(min(config.substeps, len(batch))):
-            data = await chosen.data(
-                batch[first :: config.substeps], reference=self._reference, step=policy.step
-            )
+            data = await chosen.data(batch[first :: config.substeps], reference=self._reference)
             metrics = await policy.train(
                 data, chosen.loss, chosen.settings, config.learning_rate, config.grad_clip_norm
             )

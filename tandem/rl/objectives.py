@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item")
 Floats: TypeAlias = NDArray[np.float64]
+Integers: TypeAlias = NDArray[np.int64]
 Aggregation = Literal["token_sum", "token_mean", "seq_mean_token_mean", "constant"]
 
 _LARGEST_LOG_RATIO = 20.0
@@ -132,26 +133,29 @@ class Objective:
         return found
 
     async def data(
-        self, groups: Sequence[Group], *, reference: Reference | None = None, step: int = 0
+        self, groups: Sequence[Group], *, reference: Reference | None = None
     ) -> list[types.Datum]:
         """Return a datum for each rollout, in order.
 
         Its inputs are `target_tokens`, `logprobs`, `advantages` and `mask`, which is 0 for tokens
-        of prompts and environments. `step` is the number of optimizer steps before this one. Raises
-        `ValueError` without a needed reference."""
+        of prompts and environments. With the setting `max_staleness`, the trainer leaves out older
+        datums by their `weight_step`. Raises `ValueError` without a needed reference."""
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         rows = [
             _Row.of(rollout, masked=self._masks(rollout)) async for rollout in _in_turns(rollouts)
         ]
         flat = [float(value) for group in groups for value in self.advantages(group)]
         values = [np.where(row.mask > 0, each, 0.0) for row, each in zip(rows, flat, strict=True)]
-        extra: list[dict[str, Floats]] = [{} for _ in rows]
+        extra: list[dict[str, Floats | Integers]] = [{} for _ in rows]
+        if "max_staleness" in self.settings:
+            extra = [{"weight_step": row.steps} for row in rows]
         if self.needs_reference:
             if reference is None:
                 raise ValueError(f"{self.name} with a KL or a teacher needs a reference")
             scored = await reference.logprobs([row.sequence for row in rows])
             if self.kl_type:
-                extra = [{"ref_logprobs": found} for found in scored]
+                for inputs, found in zip(extra, scored, strict=True):
+                    inputs["ref_logprobs"] = found
             else:
                 values = [
                     value + self.reference_weight * row.mask * _log_ratio(found, row.logprobs)
@@ -182,35 +186,46 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class _Row:
-    """A rollout as one sequence. `logprobs` and `mask` [tokens - 1] are for the second token and
-    later ones."""
+    """A rollout as one sequence. `logprobs`, `mask` and `steps` [tokens - 1] are for the second
+    token and later ones. `steps` is -1 where nothing was sampled."""
 
     sequence: list[int]
     logprobs: Floats
     mask: Floats
+    steps: Integers
 
     @classmethod
     def of(cls, rollout: Rollout, *, masked: bool) -> _Row:
         sequence: list[int] = []
         logprobs: list[float] = []
         mask: list[float] = []
+        steps: list[int] = []
         for turn in rollout.turns:
             sequence += [*turn.observation, *turn.tokens]
             logprobs += [*(0.0 for _ in turn.observation), *turn.logprobs]
             mask += [*(0.0 for _ in turn.observation), *(float(not masked) for _ in turn.tokens)]
-        return cls(sequence=sequence, logprobs=np.array(logprobs[1:]), mask=np.array(mask[1:]))
+            steps += [*(-1 for _ in turn.observation), *turn.steps]
+        return cls(
+            sequence=sequence,
+            logprobs=np.array(logprobs[1:]),
+            mask=np.array(mask[1:]),
+            steps=np.array(steps[1:], np.int64),
+        )
 
-    def datum(self, **inputs: Floats) -> types.Datum:
+    def datum(self, **inputs: Floats | Integers) -> types.Datum:
         return datum(self.sequence, logprobs=self.logprobs, mask=self.mask, **inputs)
 
 
-def datum(sequence: Sequence[int], **inputs: Floats) -> types.Datum:
+def datum(sequence: Sequence[int], **inputs: Floats | Integers) -> types.Datum:
     """Return a datum that predicts each token of a sequence [tokens] from those before it.
 
-    The other inputs are [tokens - 1], or [1] for one value."""
+    The other inputs are [tokens - 1], or [1] for one value. They become float32, or stay int64."""
     from tinker import types
 
-    arrays = {name: np.asarray(values, np.float32) for name, values in inputs.items()}
+    arrays = {
+        name: values if values.dtype == np.int64 else np.asarray(values, np.float32)
+        for name, values in inputs.items()
+    }
     return types.Datum(
         model_input=types.ModelInput.from_ints(list(sequence[:-1])),
         loss_fn_inputs={

@@ -43,7 +43,10 @@ class RewardFailed(RuntimeError):
 
 
 class Scorer(Protocol):
-    """What a loop needs of a reward: a number for an answer, or None for a dropped one."""
+    """What a loop needs of a reward: a number for an answer, or None for a dropped one.
+    `last_failure` is a sentence about the newest failure."""
+
+    last_failure: str
 
     async def score(self, example: Example, answer: str) -> float | None: ...
 
@@ -53,8 +56,9 @@ class RewardPool:
 
     After `timeout` seconds of work, a process is killed and replaced. A process that dies costs the
     answer it was scoring, and no other. `failure` says what becomes of a failed answer: "drop"
-    (None), "zero" (0.0) or "error" (`RewardFailed`). `failures` counts them by reason. A result
-    that is no finite number is an exception.
+    (None), "zero" (0.0) or "error" (`RewardFailed`). `failures` counts them by reason, and
+    `last_failure` is a sentence about the newest. A result that is no finite number is an
+    exception.
 
     An async reward must not block the event loop. Raises `ValueError` for a reward that another
     process cannot import, such as a lambda."""
@@ -68,6 +72,7 @@ class RewardPool:
         failure: RewardFailure = "drop",
     ) -> None:
         self.failures: Counter[str] = Counter()
+        self.last_failure = ""
         self._reward = reward
         self._timeout = timeout
         self._failure = failure
@@ -108,6 +113,7 @@ class RewardPool:
             return outcome
         reason, sentence = outcome
         self.failures[reason] += 1
+        self.last_failure = sentence
         if self._failure == "error":
             raise RewardFailed(reason, sentence)
         return 0.0 if self._failure == "zero" else None

@@ -111,6 +111,7 @@ async def test_a_late_reward_is_killed_and_the_event_loop_goes_on():
         ended.set()
         print(f"event-loop lag: {await watch:.4f} s")
     assert pool.failures == {"timeout": 1}
+    assert pool.last_failure == "The reward took longer than 1 s (reward_timeout)"
 
 
 async def test_a_late_async_reward_is_cancelled():

@@ -195,10 +195,10 @@ async def learn(
     at 1/16."""
     rng = np.random.default_rng(seed)
     table = Table()
-    for step in range(steps):
+    for _ in range(steps):
         groups = [table.group(rng, number) for number in range(8)]
         kept, _dropped = objective.select(groups)
         if kept:
-            data = await objective.data(kept, reference=reference, step=step)
+            data = await objective.data(kept, reference=reference)
             table.train(data, objective.loss, objective.settings)
     return table.right

@@ -76,6 +76,13 @@ async def test_a_datum_predicts_each_token_and_learns_from_sampled_ones_alone():
     assert values(datum, "mask") == [0, 1, 1, 0, 1]
     assert values(datum, "logprobs") == pytest.approx([0, -0.1, -0.2, 0, -0.3])
     assert values(datum, "advantages") == [0, 1, 1, 0, 1]
+    assert "weight_step" not in datum.loss_fn_inputs
+
+    made = objective("rloo", max_staleness=2)
+    datum, _other = await made.data([group(two, replace(two, reward=0.0))])
+    assert made.settings == {"max_staleness": 2.0}
+    assert values(datum, "weight_step") == [-1, 0, 0, -1, 1]
+    assert datum.loss_fn_inputs["weight_step"].dtype == "int64"
 
 
 async def test_another_tinker_server_gets_no_mask_and_learns_the_same():
