@@ -14,6 +14,8 @@ _GENERATED = "<!-- Generated from here on by `make api-docs`; do not edit. -->\n
 _TITLES = {
     "SDK": "The routes of the SDK",
     "OpenAI": "The routes for OpenAI's clients",
+    "Anthropic": "The route for Anthropic's clients",
+    "Traces": "The routes for agents that are recorded",
     "Tandem": "Tandem's own routes",
     "Traces": "The routes of a trace",
 }
