@@ -15,7 +15,7 @@ _TITLES = {
     "SDK": "The routes of the SDK",
     "OpenAI": "The routes for OpenAI's clients",
     "Anthropic": "The route for Anthropic's clients",
-    "Traces": "The routes for agents that are recorded",
+    "Agents": "The routes of a recorded agent",
     "Tandem": "Tandem's own routes",
     "Traces": "The routes of a trace",
 }

@@ -67,7 +67,7 @@ class TraceOperation(PathOperation):
 router = Router("/api/tandem/v1/traces", tag="Tandem")
 agent_router = Router(
     TRACES_PREFIX + "{trace_id}/v1",
-    tag="Traces",
+    tag="Agents",
     refusal=ErrorResponse,
     status_of=status_of,
     route_class=TraceOperation,
@@ -77,7 +77,7 @@ agent_router = Router(
 anthropic_router = Router("/v1", tag="Anthropic", refusal=AnthropicError, status_of=status_of)
 anthropic_agent_router = Router(
     TRACES_PREFIX + "{trace_id}/v1",
-    tag="Traces",
+    tag="Agents",
     refusal=AnthropicError,
     status_of=status_of,
     route_class=TraceOperation,
