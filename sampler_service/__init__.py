@@ -19,9 +19,9 @@ To add an engine, implement `Engine` in a folder beside `vllm` and construct it 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sampler_service.generation import Generation, Sample
+    from sampler_service.generation import GeneratedSample, Generation
 
-__all__ = ["Generation", "Sample"]
+__all__ = ["GeneratedSample", "Generation"]
 
 
 def __getattr__(name: str) -> object:

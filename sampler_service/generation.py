@@ -51,7 +51,7 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
-class Sample:
+class GeneratedSample:
     """`logprobs` are those of the distribution that the tokens were drawn from. `stop_reason` is
     "stop" or "length". `version` names the weights."""
 
@@ -138,13 +138,13 @@ class Generation:
 
     def generate(
         self, ids: Sequence[int], n: int = 1, **parameters: Unpack[Parameters]
-    ) -> list[Sample]:
+    ) -> list[GeneratedSample]:
         """Return n samples of a prompt. Raises a `UserError`, or `WorkerDied`."""
         return self.generate_all([ids], n, **parameters)[0]
 
     def generate_all(
         self, prompts: Sequence[Sequence[int]], n: int = 1, **parameters: Unpack[Parameters]
-    ) -> list[list[Sample]]:
+    ) -> list[list[GeneratedSample]]:
         """Return n samples of each prompt, computed together. Raises as `generate`."""
         requests = [self._request(ids, n, parameters) for ids in prompts]
         futures = [self._scheduler.submit(each) for each in requests]
@@ -182,7 +182,7 @@ class Generation:
 
     def close(self) -> None:
         """End the engine. Running calls fail."""
-        self._scheduler.stop(WorkerDied("the engine was closed"))
+        self._scheduler.stop_scheduling(WorkerDied("the engine was closed"))
         self._thread.join(self._settings.operation_timeout)
 
     def __enter__(self) -> Self:
@@ -264,9 +264,9 @@ class Generation:
             ) from error
 
 
-def _samples(sampled: Sampled) -> list[Sample]:
+def _samples(sampled: Sampled) -> list[GeneratedSample]:
     return [
-        Sample(
+        GeneratedSample(
             tokens=each.tokens.tolist(),
             logprobs=each.logprobs.tolist(),
             stop_reason="stop" if each.stopped else "length",

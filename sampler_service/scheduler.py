@@ -211,7 +211,7 @@ class Scheduler:
         self._submissions.put(switch)
         return switch.future
 
-    def stop(self, reason: TandemError) -> None:
+    def stop_scheduling(self, reason: TandemError) -> None:
         """Let `run` return after the present turn, and fail all work with `reason`."""
         self._stopping = reason
         self._submissions.notify()

@@ -15,7 +15,7 @@ from gateway.api.errors import InvalidField, json_response
 from gateway.api.fields import Answer
 from gateway.api.openai.routes import status_of
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
-from gateway.api.openai.service import Generation
+from gateway.api.openai.service import SamplesInProgress
 from gateway.api.request_body import Texts, validate
 from tandem.errors import TandemError, UnsupportedInput
 
@@ -219,7 +219,7 @@ def _text(content: str | Sequence[object], at: str) -> str:
 class AnthropicForm:
     """Writes one answer: `whole`, or as the events of a stream."""
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: SamplesInProgress) -> None:
         self._generation = generation
         self._index = -1
         self._open = ""

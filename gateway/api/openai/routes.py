@@ -29,7 +29,7 @@ from gateway.api.openai.schemas import (
     Model,
     ModelList,
 )
-from gateway.api.openai.service import Generation, InferenceService
+from gateway.api.openai.service import InferenceService, SamplesInProgress
 from gateway.api.request_body import TOKENS_BODY
 from gateway.api.routing import Endpoint, Responses, Router, binary
 from gateway.owners.auth.identity import Caller
@@ -198,7 +198,7 @@ async def respond(
     caller: Caller,
     *,
     recording: TurnRecording | None = None,
-    make_form: Callable[[Generation], AnswerForm] = lambda _generation: OpenAIForm(),
+    make_form: Callable[[SamplesInProgress], AnswerForm] = lambda _generation: OpenAIForm(),
 ) -> Response:
     running = service.start_sampling(
         body, caller=caller, receive=request.receive, recording=recording
@@ -220,8 +220,8 @@ Parts = tuple[AnswerForm, list[Json]]
 
 
 async def _parts(
-    running: AbstractAsyncContextManager[Generation],
-    make_form: Callable[[Generation], AnswerForm],
+    running: AbstractAsyncContextManager[SamplesInProgress],
+    make_form: Callable[[SamplesInProgress], AnswerForm],
 ) -> AsyncGenerator[Parts, None]:
     async with running as generation, aclosing(generation.parts()) as steps:
         form = make_form(generation)

@@ -73,7 +73,7 @@ class InferenceService:
         caller: Caller,
         receive: Receive,
         recording: TurnRecording | None = None,
-    ) -> AsyncIterator[Generation]:
+    ) -> AsyncIterator[SamplesInProgress]:
         """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
         `recording` continues the tokens of a trace. Raises a `TandemError`."""
         gateway = self._gateway
@@ -112,7 +112,7 @@ class InferenceService:
                 rank=target.rank,
                 all_weights=session.all_weights,
             )
-            generation = Generation(
+            generation = SamplesInProgress(
                 gateway,
                 session=session,
                 sampler=sampler,
@@ -167,7 +167,7 @@ Event = tuple[int, sampler_pb2.SampleDelta | tinker_pb2.SampleResponse]
 """A prompt's index, and new tokens of one sample or all finished samples."""
 
 
-class Generation:
+class SamplesInProgress:
     """One request's samples in progress, which are submitted, awaited and cancelled together.
 
     A waiting request checks its timeouts every `poll_interval` seconds. `max_unread` bounds the

@@ -25,7 +25,7 @@ from gateway.api.openai.schemas import (
     InferenceRequest,
     Json,
 )
-from gateway.api.openai.service import Generation, InferenceService
+from gateway.api.openai.service import InferenceService, SamplesInProgress
 from gateway.api.pages.routing import FORM_CONTENT, Page, PageRouter, read_form
 from gateway.api.request_body import FIELDS_BODY, check_json_size, validate
 from tandem.errors import InvalidRequest, TandemError, UnsupportedInput
@@ -138,11 +138,11 @@ async def _answer(request: Request, form: Mapping[str, str], side: Side) -> None
 @asynccontextmanager
 async def _sampling(
     request: Request, form: Mapping[str, str], side: Side, *, stream: bool
-) -> AsyncIterator[Generation]:
+) -> AsyncIterator[SamplesInProgress]:
     """Start an answer. A model without a chat template gets plain text."""
     service, caller = _service(request), Page(request).caller
 
-    async def begin(mode: str) -> Generation:
+    async def begin(mode: str) -> SamplesInProgress:
         asked = _sample_request({**form, "mode": mode}, side, stream=stream)
         sampling = service.start_sampling(asked, caller=caller, receive=request.receive)
         return await stack.enter_async_context(sampling)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from sampler_service import Generation, Sample
+from sampler_service import GeneratedSample, Generation
 from tandem.errors import LoadFailed, TokenOutOfVocabulary, WorkerDied, WorkerStartFailed
 from tests.support.sampler_worker import PROMPT, plain_logprobs, publish
 
@@ -43,7 +43,7 @@ def base(generation: Generation, model: Path) -> Generation:
     return generation
 
 
-def assert_computed_by(weights: Path, samples: list[Sample]) -> None:
+def assert_computed_by(weights: Path, samples: list[GeneratedSample]) -> None:
     for sample in samples:
         expected = plain_logprobs(weights, PROMPT + sample.tokens)[len(PROMPT) - 1 :]
         assert np.abs(expected - sample.logprobs).max() < 1e-4

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from starlette.requests import ClientDisconnect
 
-from gateway.api.openai.service import EngineStarting, Generation
+from gateway.api.openai.service import EngineStarting, SamplesInProgress
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.sampling.sessions import base_version
 from gateway.storage.futures.table import Result, Waiting
@@ -50,7 +50,7 @@ def make_generation(*, state="ready", closing=False, operation_timeout=1800.0):
         futures=SimpleNamespace(closing=closing),
         settings=SimpleNamespace(operation_timeout=operation_timeout),
     )
-    generation = Generation(
+    generation = SamplesInProgress(
         gateway,
         session=SimpleNamespace(id="s-1:sample:0", session_id="s-1", version=base_version(MODEL)),
         sampler=sampler,
