@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-page bench-recovery bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-page bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -79,6 +79,9 @@ bench-recovery: setup ## Measures snapshots, and the pause of a run whose traine
 
 bench-rollouts: setup ## Measures a loop with 10,000 rollouts in flight: its memory and its event loop's lag.
 	@.venv/bin/python -m benchmarks.rollouts $(ARGS)
+
+bench-rerun: setup ## Measures the time to the first reward after a change of the reward.
+	@.venv/bin/python -m benchmarks.rerun $(ARGS)
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.starts $(ARGS)

@@ -1,6 +1,6 @@
 """More published recipes of tinker-cookbook, without a hub, for `make nightly`.
 
-Models come from a seed and data sets from files, as in `docs/training.md`."""
+Models come from a seed and data sets from files, as in `docs/cookbook.md`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,82 @@
+"""Run the examples with several seeds, and write examples/bounds.json.
+
+    python -m scripts.example_bounds --seeds 5 [NAME …]
+
+TINKER_BASE_URL is a gateway with the models `my/model` and `my/chat` of examples/README.md. A bound
+is the worst value of all seeds, and a fifth of it, or the values' spread, beyond it."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUNDS = ROOT / "examples" / "bounds.json"
+DIRECTIONS = {
+    "sft": {"last loss": "at_most"},
+    "dpo": {"margin": "at_least", "accuracy": "at_least"},
+    "grpo_arithmetic": {"gain": "at_least", "greedy": "at_least"},
+    "async_grpo": {"gain": "at_least", "oldest": "at_most"},
+    "tool_use": {"gain": "at_least"},
+    "openai_agent": {"gain": "at_least"},
+    "resume": {"difference": "at_most"},
+}
+"""The numbers of each example that have a bound, and its side."""
+
+
+def results_of(output: str) -> dict[str, float]:
+    """Return the numbers of an example's last line, with the gain of the reward."""
+    found: dict[str, float] = ast.literal_eval(output.strip().splitlines()[-1])
+    if "last reward" in found:
+        found["gain"] = found["last reward"] - found["first reward"]
+    return found
+
+
+def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, float]) -> list[str]:
+    """Return the names of the numbers that violate their bounds."""
+    return [
+        name
+        for name, sides in bounds.items()
+        if not sides.get("at_least", -1e9) <= found[name] <= sides.get("at_most", 1e9)
+    ]
+
+
+def measured(name: str, seeds: int) -> dict[str, object]:
+    runs: list[dict[str, float]] = []
+    seconds: list[float] = []
+    for seed in range(seeds):
+        began = time.monotonic()
+        command = [sys.executable, str(ROOT / "examples" / f"{name}.py"), "--seed", str(seed)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True)
+        seconds.append(round(time.monotonic() - began, 1))
+        runs.append(results_of(done.stdout))
+        print(name, seed, seconds[-1], runs[-1], flush=True)
+    bounds: dict[str, dict[str, float]] = {}
+    for number, side in DIRECTIONS[name].items():
+        values = [run[number] for run in runs]
+        worst = min(values) if side == "at_least" else max(values)
+        margin = max(max(values) - min(values), 0.2 * abs(worst))
+        bound = worst - margin if side == "at_least" else worst + margin
+        bounds[number] = {side: round(bound, 4)}
+    values_of = {number: [round(run[number], 4) for run in runs] for number in runs[0]}
+    return {"bounds": bounds, "values": values_of, "seconds": seconds}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", default=list(DIRECTIONS))
+    parser.add_argument("--seeds", type=int, default=5)
+    asked = parser.parse_args()
+    for name in asked.names:
+        known = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
+        known[name] = measured(name, asked.seeds)
+        BOUNDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()
