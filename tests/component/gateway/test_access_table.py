@@ -9,7 +9,7 @@ import re
 import pytest
 
 from gateway.api.routing import OPEN_ROLES
-from tests.support.gateway.access_world import CALLERS, CALLS, OPERATIONS, World, routes
+from tests.support.gateway.access_world import CALLERS, CALLS, OPERATIONS, Call, World, routes
 
 OPEN = (200, 200, 200, 200, 200)
 SIGN_IN = (303, 303, 303, 303, 303)
@@ -205,6 +205,34 @@ def test_a_key_for_metrics_is_good_for_these_alone_and_not_for_what_its_owner_ha
     allowed = {route for (route, _), status in found.items() if status == 200}
     assert allowed == {"metrics_targets"}
     assert {*found.values()} == {200, 403}
+
+
+def test_the_key_of_a_trace_is_good_for_its_agent_alone(world):
+    trace, other = world.create_trace(), world.new_trace()
+    refused = {}
+    for route, method in ROUTES:
+        if OPERATIONS[route].role in OPEN_ROLES:
+            continue
+        call = CALLS[route](world)  # for a trace's routes, about another trace
+        refused[route] = world.ask(method, call, key=trace["key"]).status_code
+    assert set(refused.values()) == {401}, refused
+    for route in ("trace_chat_completions", "trace_messages"):
+        call = CALLS[route](world)
+        path = re.sub(r"tr-\w+", trace["id"], call.path)
+        call = type(call)(path, call.json)
+        assert world.ask("POST", call, key=trace["key"]).status_code == 400  # no tokenizer
+        call = type(call)(path.replace(trace["id"], other), call.json)
+        assert world.ask("POST", call, key=trace["key"]).status_code == 401
+
+
+def test_the_key_of_a_trace_ends_with_the_key_that_made_it(world):
+    secret = world.new_key("ann", "member")
+    trace = world.create_trace(secret)
+    call = Call(f"/traces/{trace['id']}/v1/messages", {})
+    assert world.ask("POST", call, key=trace["key"]).status_code == 400
+    caller = world.gate.run(lambda: world.gate.gateway.identity.identify(secret.encode()))
+    world.gate.run(world.gate.gateway.keys.revoke(caller.key_id))
+    assert world.ask("POST", call, key=trace["key"]).status_code == 401
 
 
 @pytest.mark.parametrize(

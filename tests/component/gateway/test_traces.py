@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import openai
 import pytest
@@ -125,3 +127,83 @@ def test_a_trace_bounds_the_age_of_the_weights_of_its_requests(gate):
     trace = Trace(gate, max_staleness=2)
     with pytest.raises(openai.BadRequestError, match="a base model has one version"):
         trace.say("yo", USER)
+
+
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages"])
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b"null", b'{"messages": 5}', b'{"model": "m"}', b"\xff"]
+)
+def test_a_malformed_body_is_refused_and_records_nothing(gate, path, content):
+    trace = Trace(gate)
+    answer = gate.http(trace.key).post(
+        f"{trace.made['base_url']}/v1{path}",
+        content=content,
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 400
+    assert isinstance(answer.json()["error"], dict)
+    assert trace.sequences == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"continue_final_message": True}, {"add_generation_prompt": False}]
+)
+def test_a_trace_records_whole_answers_only(gate, fields):
+    trace = Trace(gate)
+    fields = {"add_generation_prompt": False} | fields
+    with pytest.raises(openai.BadRequestError, match="whole answers"):
+        trace.say("yo", USER, extra_body=fields)
+
+
+def test_a_trace_of_an_unknown_model_is_refused(gate):
+    answer = gate.http().post("/api/tandem/v1/traces", json={"model": "nobody"})
+    assert (answer.status_code, answer.json()["type"]) == (404, "unknown_model")
+
+
+def test_an_ended_trace_answers_with_its_reason_and_can_still_be_read(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    head = gate.gateway.recorder.get(trace.id).head
+    head.expires_at = 1.0
+    with pytest.raises(openai.APIStatusError, match="has expired") as refused:
+        trace.say("ok", USER)
+    assert (refused.value.status_code, refused.value.code) == (410, "trace_ended")
+    assert len(trace.sequences) == 1
+
+
+def test_a_deleted_trace_is_unknown_and_its_key_is_refused(gate):
+    trace = Trace(gate)
+    assert gate.http().delete(trace.url).status_code == 204
+    assert gate.http().get(trace.url).status_code == 404
+    with pytest.raises(openai.AuthenticationError):
+        trace.say("yo", USER)
+
+
+def test_turns_at_once_are_all_recorded(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    messages = [USER, {"role": "assistant", "content": "yo"}, USER]
+
+    def ask(_number: int) -> str:
+        answer = trace.client.chat.completions.create(model="any", messages=messages)
+        return answer.choices[0].message.content
+
+    with ThreadPoolExecutor(8) as threads:
+        answers = [*threads.map(ask, range(24))]
+    assert answers == ["yo"] * 24
+    sequences = trace.sequences
+    assert len(sequences) == 24
+    assert sum(len(sequence["turns"]) for sequence in sequences) == 48
+    assert {sampled_of(sequence) for sequence in sequences[1:]} == {"yo<eos>"}
+
+
+def test_a_trace_goes_on_after_a_new_gateway(tmp_path):
+    with agent_gateway(tmp_path) as gate:
+        trace = Trace(gate)
+        trace.say("yo", USER)
+    with agent_gateway(tmp_path) as gate:
+        trace.gate = gate
+        url = f"{gate.url}/traces/{trace.id}/v1"
+        trace.client = openai.OpenAI(base_url=url, api_key=trace.key, max_retries=0)
+        trace.say("ok", USER, {"role": "assistant", "content": "yo"}, USER)
+        assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>ok<eos>"]

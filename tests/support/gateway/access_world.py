@@ -98,9 +98,12 @@ class World:
         keys = self.gate.gateway.keys
         return self.gate.run(keys.create(NewKey(owner=owner, role=role)))[1]
 
-    def new_trace(self) -> str:
+    def create_trace(self, key: str = "") -> dict[str, str]:
         call = Call(f"{OWN}/traces", {"model": "tiny"})
-        return self.ask("POST", call, key=self.keys["member"]).json()["id"]
+        return self.ask("POST", call, key=key or self.keys["member"]).json()
+
+    def new_trace(self) -> str:
+        return self.create_trace()["id"]
 
     def client(self, key: str) -> httpx.Client:
         return self.gate.http(key)
