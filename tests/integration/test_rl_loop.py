@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 from tinker import ServiceClient
 
-from tandem.rl import Evaluation, Result, RLConfig, resumable, train
+from tandem.rl import Evaluation, Example, Result, RLConfig, resumable, train
+from tandem.rl.environments import Step
+from tandem.rl.rollouts import Prompt
 from tests.support.loops import steps_in
 from tests.support.rl_script import PROBLEMS, share_of_digits
 from tests.support.stacks import TIED, TestStack
@@ -78,6 +80,35 @@ def test_an_asynchronous_loop_in_flight_knows_its_tokens_versions_and_is_recorde
         assert run["last"]["evaluation/reward"] == result.evaluations[-1].reward
         rollouts = client.get(f"runs/{run['id']}/rollouts").raise_for_status().json()
         assert rollouts["total_count"] == 16
+
+
+class Countdown:
+    """Three answers, with token ids between them. The reward counts digits."""
+
+    async def reset(self, example: Example) -> Prompt:
+        self.left = 3
+        return example.prompt
+
+    async def step(self, answer: str) -> Step:
+        self.left -= 1
+        reward = sum(letter.isdigit() for letter in answer) / 8
+        return Step(reward, [8, 9] if self.left else None)
+
+
+def test_episodes_of_several_turns_train_the_sampled_tokens(
+    service: ServiceClient, stack: TestStack
+) -> None:
+    """A token out of place would move the trainer's logprobs away from the sampler's."""
+    config = replace(CONFIG, steps=2, name="episodes", max_tokens=6)
+    training = resumable(service, f"{TIED}:full")
+    result = train(training, PROBLEMS, Countdown, config)
+    assert [dict(report.dropped) for report in result.steps] == [{}, {}]
+    with stack.stack.client() as client:
+        [run] = client.get("runs", params={"name": "episodes"}).raise_for_status().json()["runs"]
+        [rollout, *_] = client.get(f"runs/{run['id']}/rollouts").json()["rollouts"]
+    assert (rollout["turns"], rollout["ended"], len(rollout["tokens"])) == (3, "done", 18)
+    assert run["last"]["tandem/answer_tokens"] == 18
+    assert run["last"]["tandem/gap_max"] < 1e-4
 
 
 Start = Callable[[Path], subprocess.Popen[bytes]]
