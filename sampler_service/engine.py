@@ -266,6 +266,10 @@ class Engine(Protocol):
     def abort(self, ids: Sequence[str]) -> None:
         """Drop requests without a result. Unknown ids are ignored."""
 
+    def finish(self, ids: Sequence[str]) -> StepOutput:
+        """End requests with the tokens that they have, as if these were all. A request with a
+        sample without a token continues. The engine must be settled."""
+
     def load(self, directory: Path) -> frozenset[str]:
         """Replace the weights in place by a directory of safetensors, and drop all adapters.
 

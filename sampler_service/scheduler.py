@@ -9,10 +9,9 @@ future at once. Cancelling it drops a request at any time, and a load or switch 
   (`weights/read_ahead.py`). If that fails, only the work fails.
 - Then the switch waits until the engine is idle. After `patience`, later work is not admitted
   before it. This also holds for an adapter without room.
-- In-flight work names the oldest version that it accepts. It does not drain for a newer version of
-  its run that other in-flight work names. If only such work runs, the engine pauses, takes the
-  weights and continues. A change of adapter happens between two steps. Work never returns to an
-  older version.
+- In-flight work names the oldest version that it accepts. It does not drain for newer versions of
+  its run (`updates.py`). If only such work runs, the engine pauses, takes the weights and
+  continues. A change of adapter happens between two steps. Work never returns to an older version.
 - Adapters are read in a thread too. They need the base model's weights, and are added beside
   running requests (`weights/adapters.py`).
 - After a failed load the previous version serves. Only work for the new version gets `LoadFailed`.
@@ -26,10 +25,10 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby
 
 from sampler_service.engine import (
     Engine,
@@ -41,6 +40,7 @@ from sampler_service.engine import (
 )
 from sampler_service.lifecycle import EngineLifecycle, NothingToServe, SwitchReport
 from sampler_service.metrics import SamplerMetrics
+from sampler_service.updates import InFlightWork
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import (
     LoadableVersion,
@@ -60,6 +60,7 @@ from sampler_service.work import (
     SubmissionQueue,
     WaitingList,
     Work,
+    request_ids,
 )
 from tandem.errors import LoadFailed, OperationTimedOut, TandemError, WorkerDied, describe
 from tandem.telemetry import get_log
@@ -75,15 +76,8 @@ class SchedulerStatus:
     load: EngineLoad
 
 
-_LOGGED_REQUESTS = 8
 _PATIENCE = 2.0
 """Seconds during which requests for the loaded version may overtake others."""
-
-
-def _request_ids(works: Iterable[Work]) -> list[str]:
-    """Return up to `_LOGGED_REQUESTS` request ids in the gateway's form."""
-    samples = (work.job.request.id for work in works if isinstance(work, QueuedSample))
-    return [id_.partition("#")[0] for id_ in islice(samples, _LOGGED_REQUESTS)]
 
 
 class Scheduler:
@@ -121,8 +115,9 @@ class Scheduler:
         self._waiting = WaitingList()
         self._has_cancelled = False
         self._running: dict[str, QueuedSample] = {}
-        self._followed: dict[str, LoadableVersion] = {}
-        """The newest version per run that in-flight work was carried over to."""
+        self._in_flight = InFlightWork(
+            engine, metrics, waiting=self._waiting, running=self._running
+        )
         self._adapter_names: tuple[str, ...] = ()
         self._load_of_engine = EngineLoad()
         self._reader, self._adapter_reader = (
@@ -170,6 +165,7 @@ class Scheduler:
             version=job.version,
             weights=self._weights_for(job.version),
             in_flight=job.in_flight,
+            updates=job.updates,
             arrived=self._clock(),
             job=job,
         )
@@ -241,7 +237,7 @@ class Scheduler:
             while self._lifecycle.state is not EngineState.FAILED and self._stopping is None:
                 self.turn()
         except Exception as error:  # noqa: BLE001 (an engine may raise anything, and is lost then)
-            running = _request_ids(self._running.values())
+            running = request_ids(self._running.values())
             self._log.exception("engine_failed", request_ids=running)
             self._lifecycle.fail()
             self._fail(WorkerDied(f"the engine failed: {describe(error)}"))
@@ -326,12 +322,7 @@ class Scheduler:
             return False
         if not self._running:
             return True
-        goes_on = all(work.may_follow(target) for work in self._running.values())
-        return goes_on and self._leads(target)
-
-    def _leads(self, version: LoadableVersion) -> bool:
-        """Whether waiting in-flight work names the version, so that others follow."""
-        return any(work.in_flight for work in self._waiting.work_of(version))
+        return self._in_flight.may_run_beside(target)
 
     def _read_ahead(self) -> None:
         """Start to read the next weights and adapter. Fail the work of failed readings."""
@@ -361,9 +352,7 @@ class Scheduler:
             if isinstance(each, QueuedSleep | QueuedWake):
                 self._switches.append(each)
             else:
-                newest = self._followed.get(each.version.run_id)
-                if newest is not None and each.may_follow(newest):
-                    each.update(newest)
+                self._in_flight.note_arrival(each)
                 self._waiting.add(each)
         if self._has_cancelled:
             self._has_cancelled = False
@@ -411,7 +400,7 @@ class Scheduler:
         samples.sort(key=lambda sample: sample.order)
         # All are registered before the first enters the engine, so that a failure there answers
         # all.
-        self._running |= {sample.job.request.id: sample for sample in samples}
+        self._running.update({sample.job.request.id: sample for sample in samples})
         for sample in samples:
             self._start(sample)
 
@@ -471,35 +460,15 @@ class Scheduler:
             canary_difference=outcome.canary_difference,
             handed_off=outcome.handed_off,
             handoff_failure=outcome.handoff_failure,
-            request_ids=_request_ids(self._waiting.work_of(outcome.version)),
+            request_ids=request_ids(self._waiting.work_of(outcome.version)),
         )
-        if self._leads(outcome.version):
-            self._carry_over(outcome)
+        if outcome.version.adapter and self._in_flight.concerns(outcome.version):
+            self._take_output(self._engine.settle())  # for full weights, it is already paused
+            self._take_output(self._in_flight.end_early(outcome.version))
+        self._in_flight.carry_over(outcome)
         for load in self._waiting.take(outcome.version, lambda work: isinstance(work, QueuedLoad)):
             assert isinstance(load, QueuedLoad)
             load.succeed(outcome)
-
-    def _carry_over(self, outcome: LoadOutcome) -> None:
-        """Let in-flight work continue with a version that serves."""
-        version = outcome.version
-        if version.adapter:  # full weights: the engine is already paused
-            self._take_output(self._engine.settle())
-        self._followed[version.run_id] = version
-        self._waiting.update(version, lambda work: work.may_follow(version))
-        carried = {id_: work for id_, work in self._running.items() if work.may_follow(version)}
-        if not carried:
-            return
-        self._engine.carry_over(list(carried), adapter=version.name if version.adapter else None)
-        for work in carried.values():
-            work.carry_over(version)
-        self._metrics.carried_over(len(carried), outcome)
-        self._log.info(
-            "carried_over",
-            version=version.name,
-            requests=len(carried),
-            request_ids=_request_ids(carried.values()),
-            paused_seconds=0.0 if version.adapter else round(outcome.seconds, 4),
-        )
 
     def _start(self, work: QueuedSample) -> None:
         request = work.job.request
@@ -553,6 +522,7 @@ class Scheduler:
     def _load(self, target: LoadableVersion) -> None:
         """Load weights that were read, and carry over running work, also after a failure."""
         self._take_output(self._engine.settle())
+        self._take_output(self._in_flight.end_early(target))
         self._engine.pause()
         try:
             outcome = self._lifecycle.load(target)
@@ -601,7 +571,7 @@ class Scheduler:
             "load_failed",
             version=version.name,
             error=error.message,
-            request_ids=_request_ids(self._waiting.work_of(version)),
+            request_ids=request_ids(self._waiting.work_of(version)),
         )
 
     def _fail(self, error: TandemError) -> None:
@@ -609,5 +579,7 @@ class Scheduler:
         self._submissions.close(error)
         for work in (*self._switches, *self._waiting, *self._running.values()):
             work.fail(error)
-        self._switches, self._waiting, self._running = deque(), WaitingList(), {}
+        self._switches = deque()
+        self._waiting.clear()
+        self._running.clear()
         self._on_fatal(error)

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import chain
+from enum import Enum
+from itertools import chain, islice
 from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
@@ -22,13 +23,24 @@ from tandem.weights import version_number
 
 _Result = TypeVar("_Result")
 
+_LOGGED_REQUESTS = 8
 _BURST_QUIET_SECONDS = 0.001
 _BURST_LONGEST_SECONDS = 0.050
 
 
+class Updates(Enum):
+    """What newer weights of its run do to running work. By default, in-flight work continues with
+    versions that in-flight work names."""
+
+    DEFAULT = 0
+    KEEP = 1
+    ABORT = 2
+
+
 @dataclass(frozen=True)
 class SampleJob:
-    """A request for a version. With `in_flight`, a newer version of the run serves too.
+    """A request for a version. With `in_flight`, a newer version of the run serves too. `updates`
+    other than the default need `in_flight`.
 
     For a streamed request, the engine's thread calls `on_deltas` after each step. It must return at
     once. The last call comes before the future is resolved."""
@@ -38,6 +50,7 @@ class SampleJob:
     session_id: str
     seq_id: int
     in_flight: bool = False
+    updates: Updates = Updates.DEFAULT
     on_deltas: Callable[[Sequence[EngineDelta], LoadableVersion], None] | None = None
 
 
@@ -83,15 +96,18 @@ class QueuedWork(Queued[_Result]):
     version: LoadableVersion
     weights: LoadableVersion
     in_flight: bool = False
+    updates: Updates = Updates.DEFAULT
 
     def update(self, version: LoadableVersion) -> None:
         self.version, self.weights = version, self.weights if version.adapter else version
 
-    def may_follow(self, version: LoadableVersion) -> bool:
-        """Return whether the work is in flight and `version` is a newer one of its run."""
+    def may_follow(self, version: LoadableVersion, *, led: bool) -> bool:
+        """Return whether a newer version of its run may change or end the work. `led`: other
+        in-flight work names it."""
         mine = self.version
         return (
             self.in_flight
+            and (led or self.updates is not Updates.DEFAULT)
             and bool(mine.run_id)
             and (mine.run_id, mine.adapter) == (version.run_id, version.adapter)
             and version_number(mine.name) < version_number(version.name)
@@ -133,6 +149,14 @@ class QueuedWake(Queued[SwitchReport]):
 
 
 Work = QueuedSample | QueuedLoad
+
+
+def request_ids(works: Iterable[Work]) -> list[str]:
+    """Return up to `_LOGGED_REQUESTS` request ids in the gateway's form."""
+    samples = (work.job.request.id for work in works if isinstance(work, QueuedSample))
+    return [id_.partition("#")[0] for id_ in islice(samples, _LOGGED_REQUESTS)]
+
+
 QueuedSwitch = QueuedSleep | QueuedWake
 
 
@@ -184,6 +208,10 @@ class WaitingList:
         if taken:
             for work in sorted([*taken, *self.take(version)], key=lambda work: work.arrived):
                 self.add(work)
+
+    def clear(self) -> None:
+        self._of_version.clear()
+        self._count = 0
 
     def drop_cancelled(self) -> None:
         for version in list(self._of_version):

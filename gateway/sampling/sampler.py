@@ -299,8 +299,7 @@ class Sampler:
         loaded = [(e, reply) for e, reply in replies if not reply.HasField("failure")]
         if not loaded:
             raise from_failure(replies[0][1].failure)
-        if in_flight:
-            self._follow(request.version)
+        self._follow(request.version, led=in_flight)
         self._newest = request.version
         for engine, reply in replies:
             if reply.HasField("failure"):
@@ -318,12 +317,14 @@ class Sampler:
                 handoff_failure=reply.handoff_failure,
             )
 
-    def _follow(self, version: common_pb2.WeightVersion) -> None:
-        """Move in-flight samples to a newer version of their run for their next sending."""
+    def _follow(self, version: common_pb2.WeightVersion, *, led: bool) -> None:
+        """Move in-flight samples to a newer version of their run for their next sending. `led`: the
+        version is for in-flight samples."""
         for sample in self.samples.values():
             old = sample.request.version
             if (
                 sample.request.in_flight
+                and (led or sample.request.updates)
                 and old.run_id == version.run_id
                 and version_number(old.name) < version_number(version.name)
             ):

@@ -37,9 +37,13 @@ from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights, describe
 from tandem.telemetry import get_log
+from tandem.v1 import sampler_pb2
 from tandem.weights import version_number
 
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
+
+SamplingUpdates = Literal["wait", "keep", "abort"]
+_UPDATES = {"keep": sampler_pb2.UPDATES_KEEP, "abort": sampler_pb2.UPDATES_ABORT}
 
 SUPERSEDED_TTL = 300.0
 """Seconds of disuse after which a session ends if its run has `NEWEST_KEPT` newer versions."""
@@ -51,7 +55,9 @@ NEWEST_KEPT = 4
 class SamplingSession:
     """`version` is the current version, `model_path` the client's path, if any. `rank` is its
     adapter's, or 0. `clients` counts joins. `seq_ids` numbers an implicit session's requests. See
-    `Bounds` for `min_version` and `max_staleness`."""
+    `Bounds` for `min_version` and `max_staleness`. `updates` says what newer weights of the run do
+    to running samples. None: those of the kind `inflight` continue with in-flight saves, and others
+    end first."""
 
     id: str
     session_id: str
@@ -63,12 +69,18 @@ class SamplingSession:
     clients: int = 0
     min_version: int | None = None
     max_staleness: int | None = None
+    updates: SamplingUpdates | None = None
     seq_ids: count[int] = field(default_factory=count)
     used_at: float = field(default_factory=time.monotonic)
 
     @property
     def bounds(self) -> Bounds:
         return Bounds(self.min_version, self.max_staleness)
+
+    def choose_updates(self, request: sampler_pb2.SampleRequest) -> None:
+        in_flight = self.updates is None and self.kind == "inflight"
+        request.in_flight = in_flight or self.updates in _UPDATES
+        request.updates = _UPDATES.get(self.updates or "", sampler_pb2.UPDATES_DEFAULT)
 
     @property
     def all_weights(self) -> bool:
@@ -206,13 +218,16 @@ class SamplingSessionRegistry:
             self._update([s.id for s in inflight], version=newest.name)
         return session
 
-    async def bound(self, session: SamplingSession, bounds: Bounds) -> None:
-        """Set the bounds of a sampling session, also for its samples that wait."""
+    async def change(
+        self, session: SamplingSession, bounds: Bounds, updates: SamplingUpdates | None
+    ) -> None:
+        """Set a sampling session's bounds, also for its waiting samples, and its updates."""
         await self.database.write(
             update(sampling_sessions)
             .where(sampling_sessions.c.id == session.id)
-            .values(**vars(bounds))
+            .values(**vars(bounds), updates=updates)
         )
+        session.updates = updates
         session.min_version, session.max_staleness = bounds.min_version, bounds.max_staleness
 
     async def join(self, sampling_session_id: str) -> int:

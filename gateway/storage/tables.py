@@ -244,6 +244,7 @@ sampling_sessions = Table(
     Column("clients", Integer, nullable=False, default=0),  # the number of clients so far
     Column("min_version", BigInteger),  # bounds of the answering weights, see sampling/bounds.py
     Column("max_staleness", BigInteger),
+    Column("updates", String(8)),  # wait, keep, abort
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sampling_sessions_by_session", "session_id", "state"),

@@ -186,6 +186,7 @@ class EngineProcess:
             deltas=[each for each in ahead.deltas if each.id not in gone],
         )
 
+    finish = _asks(Engine.finish)
     pause = _asks(Engine.pause)
     resume = _asks(Engine.resume)
     carry_over = _asks(Engine.carry_over)

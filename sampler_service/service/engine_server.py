@@ -185,7 +185,7 @@ class EngineServer:
             value = getattr(self._engine, call.method)(*call.arguments, **call.named)
         except TandemError as error:
             return error
-        if call.method == "settle":
+        if call.method in ("settle", "finish"):
             self._computing = False
             self._unfinished.difference_update(result.id for result in value.results)
         elif call.method == "abort":

@@ -25,7 +25,7 @@ from sampler_service.service.sample_stream import SampleQueue
 from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
 from sampler_service.vllm.parsers import MessageParser, ParsedAnswer
 from sampler_service.weights.loader import LoadableVersion
-from sampler_service.work import Sampled, SampleJob
+from sampler_service.work import Sampled, SampleJob, Updates
 from tandem.errors import InternalError, InvalidRequest, TandemError
 from tandem.protocol.fencing import Fence, Refused
 from tandem.telemetry import get_log
@@ -310,6 +310,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 session_id=request.session_id,
                 seq_id=request.seq_id,
                 in_flight=request.in_flight,
+                updates=Updates(request.updates),
                 on_deltas=on_deltas,
             )
         )

@@ -49,6 +49,7 @@ from sampler_service.vllm.grammars import PrecompiledGrammars
 from sampler_service.vllm.internals import (
     finish_batches,
     has_tokenizer,
+    output_so_far,
     put_back,
     scheduler_of,
     take_waiting,
@@ -310,6 +311,32 @@ class VllmEngine:
         for pending in known:
             if pending.request.scoring is not None:
                 self._on_workers(WeightsExtension.tandem_discard_scores, pending.request.id)
+
+    def finish(self, ids: Sequence[str]) -> StepOutput:
+        assert self._aside is None
+        step = StepOutput()
+        for pending in [self._pending[id_] for id_ in ids if id_ in self._pending]:
+            found = [
+                (index, *output_so_far(self._engine, pending.ids[index]))
+                for index in sorted(pending.unfinished)
+                if index in pending.ids
+            ]
+            ended = {index: output for index, output, _cached in found if output.token_ids}
+            if ended.keys() != pending.unfinished:
+                continue
+            request = pending.request
+            for index, output, cached in found:
+                if request.streamed and (delta := pending.delta(index, output)) is not None:
+                    step.deltas.append(delta)
+                pending.computed_tokens += len(request.computed_prompt) - cached
+                pending.cached_tokens = cached if index == 0 else pending.cached_tokens
+            if 0 in ended and request.scoring is not None:
+                scores = self._on_workers(WeightsExtension.tandem_take_scores, request.id)
+                pending.prompt = scores[0]
+            pending.outputs |= ended
+            step.results.append(pending.result())
+            self.abort([request.id])
+        return step
 
     @property
     def _idle(self) -> bool:

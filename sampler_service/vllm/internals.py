@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # the version is checked before these imports
     import torch
     from transformers import PreTrainedTokenizerBase
     from vllm.lora.request import LoRARequest
-    from vllm.outputs import RequestOutput
+    from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import SamplingParams
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -143,6 +143,23 @@ def use_look_ups(manager: KVCacheManager, look_up: LookUp, find: Find) -> tuple[
 
 def use_logprobs(engine: LLMEngine, request_id: str, processor: LogprobsProcessor) -> None:
     engine.output_processor.request_states[request_id].logprobs_processor = processor
+
+
+def output_so_far(engine: LLMEngine, request_id: str) -> tuple[CompletionOutput, int]:
+    """Return an unfinished request's tokens and logprobs, as if it had reached its limit, and the
+    number of its cached tokens."""
+    from vllm.outputs import CompletionOutput
+
+    state = engine.output_processor.request_states[request_id]
+    output = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=list(state.detokenizer.output_token_ids),
+        cumulative_logprob=None,
+        logprobs=state.logprobs_processor.logprobs,
+        finish_reason="length",
+    )
+    return output, state.num_cached_tokens
 
 
 def has_tokenizer(engine: LLMEngine) -> bool:

@@ -44,6 +44,34 @@ SAMPLER_STATE_WAKING: SamplerState.ValueType  # 4
 SAMPLER_STATE_FAILED: SamplerState.ValueType  # 5
 Global___SamplerState: typing_extensions.TypeAlias = SamplerState
 
+class _Updates:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _UpdatesEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Updates.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    UPDATES_DEFAULT: _Updates.ValueType  # 0
+    """It continues with versions that other `in_flight` requests and loads name."""
+    UPDATES_KEEP: _Updates.ValueType  # 1
+    """It continues with any newer version."""
+    UPDATES_ABORT: _Updates.ValueType  # 2
+    """It ends at once with the tokens that it has, and the stop reason "length". If one of its samples
+    has none yet, it continues.
+    """
+
+class Updates(_Updates, metaclass=_UpdatesEnumTypeWrapper):
+    """What newer weights of its run do to a running `in_flight` request."""
+
+UPDATES_DEFAULT: Updates.ValueType  # 0
+"""It continues with versions that other `in_flight` requests and loads name."""
+UPDATES_KEEP: Updates.ValueType  # 1
+"""It continues with any newer version."""
+UPDATES_ABORT: Updates.ValueType  # 2
+"""It ends at once with the tokens that it has, and the stop reason "length". If one of its samples
+has none yet, it continues.
+"""
+Global___Updates: typing_extensions.TypeAlias = Updates
+
 @typing.final
 class DescribeSamplerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -341,6 +369,7 @@ class SampleRequest(google.protobuf.message.Message):
     IN_FLIGHT_FIELD_NUMBER: builtins.int
     NUMBER_FIELD_NUMBER: builtins.int
     PARSE_FIELD_NUMBER: builtins.int
+    UPDATES_FIELD_NUMBER: builtins.int
     operation_id: builtins.str
     session_id: builtins.str
     prompt_tokens: builtins.bytes
@@ -368,6 +397,7 @@ class SampleRequest(google.protobuf.message.Message):
     """
     number: builtins.int
     """Its number on the stream. Its reply has the same number."""
+    updates: Global___Updates.ValueType
     @property
     def version(self) -> tandem.v1.common_pb2.WeightVersion: ...
     @property
@@ -398,9 +428,10 @@ class SampleRequest(google.protobuf.message.Message):
         in_flight: builtins.bool = ...,
         number: builtins.int = ...,
         parse: Global___MessageParsing | None = ...,
+        updates: Global___Updates.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "params", b"params", "parse", b"parse", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "structured", b"structured", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "number", b"number", "operation_id", b"operation_id", "params", b"params", "parse", b"parse", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n", "in_flight", b"in_flight", "num_samples", b"num_samples", "number", b"number", "operation_id", b"operation_id", "params", b"params", "parse", b"parse", "prompt_alt_tokens_k", b"prompt_alt_tokens_k", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_last_n", b"prompt_logprobs_last_n", "prompt_tokens", b"prompt_tokens", "seq_id", b"seq_id", "session_id", b"session_id", "structured", b"structured", "target_prompt_tokens", b"target_prompt_tokens", "topk_prompt_logprobs", b"topk_prompt_logprobs", "topk_sample_logprobs", b"topk_sample_logprobs", "updates", b"updates", "version", b"version"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs_last_n", b"_prompt_logprobs_last_n"]) -> typing.Literal["prompt_logprobs_last_n"] | None: ...
 
 Global___SampleRequest: typing_extensions.TypeAlias = SampleRequest

@@ -26,7 +26,7 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.weights.adapters import AdapterCache
 from sampler_service.weights.loader import LoadableVersion, Verified
-from sampler_service.work import Sampled, SampleJob
+from sampler_service.work import Sampled, SampleJob, Updates
 from tandem.errors import SequenceTooLong
 from tandem.v1 import common_pb2
 
@@ -188,6 +188,14 @@ class FakeEngine:
     def memory(self) -> EngineMemory:
         return EngineMemory(device=0 if self.cache_asleep else 100, host=0)
 
+    def finish(self, ids: list[str]) -> StepOutput:
+        assert self.aside is None
+        drawn = [id_ for id_ in ids if self.drawn.get(id_)]
+        for id_ in drawn:
+            tokens = self.requests[id_].max_tokens - self.left.pop(id_)
+            self.requests[id_] = replace(self.requests[id_], max_tokens=tokens)
+        return StepOutput([EngineResult(id=id_, samples=(self.sample(id_),)) for id_ in drawn])
+
     def abort(self, ids: list[str]) -> None:
         for id_ in ids:
             del self.left[id_]
@@ -290,6 +298,7 @@ class Bench:
         session: str = "s",
         seq_id: int | None = None,
         in_flight: bool = False,
+        updates: Updates = Updates.DEFAULT,
     ) -> Future[Sampled]:
         request = EngineRequest(id=id_, prompt=[1], num_samples=1, max_tokens=steps)
         seq_id = next(self.numbers) if seq_id is None else seq_id
@@ -300,7 +309,8 @@ class Bench:
                 version=version,
                 session_id=session,
                 seq_id=seq_id,
-                in_flight=in_flight,
+                in_flight=in_flight or updates is not Updates.DEFAULT,
+                updates=updates,
             )
         )
 

@@ -207,7 +207,7 @@ async def asample(request: BoundedRequest) -> Response:
         message.session_id = session.session_id
         message.seq_id = seq_id
         message.version.CopyFrom(session.version.to_proto())
-        message.in_flight = session.kind == "inflight"
+        session.choose_updates(message)
         future = Future(
             request_id=request_id,
             source="sample",

@@ -11,6 +11,7 @@ import pytest
 import tinker
 from tinker import types
 
+from tandem.v1 import sampler_pb2
 from tests.support.gateway.access_world import Call
 from tests.support.gateway.requests import asample
 from tests.support.gateway.running import Gate
@@ -110,6 +111,36 @@ def test_null_clears_a_bound_and_a_missing_field_keeps_it(gate, training):
     cleared = bound(gate, sampler, min_version=None).json()
     assert (cleared["min_version"], cleared["max_staleness"]) == (None, 1)
     assert ask(sampler).result().sequences
+
+
+@pytest.mark.parametrize(
+    ("updates", "in_flight", "sent"),
+    [
+        (None, False, "DEFAULT"),
+        ("wait", False, "DEFAULT"),
+        ("keep", True, "KEEP"),
+        ("abort", True, "ABORT"),
+    ],
+)
+def test_samples_are_sent_with_the_chosen_updates(
+    gate, training, monkeypatch, updates, in_flight, sent
+):
+    sampler = training.save_weights_and_get_sampling_client().result()
+    assert bound(gate, sampler, updates=updates).json()["updates"] == updates
+    requests = []
+    submit = type(gate.gateway.samplers).submit
+
+    def noted(*args, **options):
+        requests.append(options["request"])
+        return submit(*args, **options)
+
+    monkeypatch.setattr(type(gate.gateway.samplers), "submit", noted)
+    assert ask(sampler).result().sequences
+    (request,) = requests
+    assert (request.in_flight, sampler_pb2.Updates.Name(request.updates)) == (
+        in_flight,
+        f"UPDATES_{sent}",
+    )
 
 
 def hold(sampler) -> asyncio.Event:

@@ -13,6 +13,7 @@ from tandem.v1 import common_pb2, sampler_pb2
 from tests.support.adapter_files import write_adapter_files, write_merged
 from tests.support.sampler_in_flight import (
     LONG,
+    TooLateError,
     Weights,
     again_if_too_late,
     assert_each_token_is_of_its_version,
@@ -24,11 +25,13 @@ from tests.support.sampler_worker import (
     PROMPT,
     SamplerClient,
     assert_computed_by,
+    decoded,
     plain_logprobs,
     publish,
     publish_adapter,
     text,
 )
+from tests.support.waiting import wait_until
 
 NUMBERS = count(1000)
 """Version numbers, always newer than those of earlier tests."""
@@ -137,3 +140,32 @@ def test_requests_go_on_with_the_next_adapter_while_others_keep_theirs(
     assert fixed.version == old.name
     assert_computed_by(weights[old.name], PROMPT, fixed)
     assert_computed_by(model, PROMPT, base)
+
+
+@again_if_too_late
+def test_a_load_ends_aborted_requests_with_their_tokens_and_carries_kept_ones_over(
+    either: SamplerClient, model: Path, changed: Path, directory: Path
+):
+    (old, new), weights = two_versions(model, changed, directory)
+    either.load(old)
+    settings = {"version": old, "in_flight": True, "max_tokens": LONG, "stop": []}
+    aborted, kept = (
+        either.request(PROMPT, n=2, seed=seed, prompt_logprobs=True, **settings) for seed in (5, 6)
+    )
+    aborted.updates, kept.updates = sampler_pb2.UPDATES_ABORT, sampler_pb2.UPDATES_KEEP
+    streamed = open_stream(either, aborted)
+    call, first = either.send(kept), next(streamed)
+    wait_until(lambda: either.describe().running != 1, what="both have begun, or ended")
+    assert either.load(new).version.name == new.name
+    partial = gather(chain([first], streamed))
+    answer = decoded(call.result())
+    if len(partial.answer.samples[0].tokens) == LONG:
+        raise TooLateError
+    assert partial.adds_up()
+    for sample in partial.answer.samples:
+        assert 0 < len(sample.tokens) == len(sample.logprobs) < LONG and not sample.stopped
+    assert partial.answer.version == old.name
+    assert_computed_by(weights[old.name], PROMPT, partial.answer)
+    assert answer.version == new.name
+    assert_each_token_is_of_its_version(answer, weights)
+    either.assert_serves(new, weights[new.name])

@@ -24,6 +24,8 @@ NAMES = (
     "vllm.v1.engine.output_processor:OutputProcessor.tokenizer",
     "vllm.v1.engine.output_processor:OutputProcessor.request_states",
     "vllm.v1.engine.output_processor:RequestState.logprobs_processor",
+    "vllm.v1.engine.output_processor:RequestState.detokenizer",
+    "vllm.v1.engine.output_processor:RequestState.num_cached_tokens",
     "vllm.v1.engine.core:EngineCore.scheduler",
     "vllm.v1.engine.core:EngineCore.model_executor",
     "vllm.v1.engine.core:EngineCore.batch_queue",

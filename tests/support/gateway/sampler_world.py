@@ -246,6 +246,7 @@ class World:
         prompt: bytes = b"",
         samples: int = 1,
         in_flight: bool = False,
+        updates: sampler_pb2.Updates = sampler_pb2.UPDATES_DEFAULT,
     ) -> str:
         """Return the result, or the type of its error."""
         sampler = self.sampler(session_id)
@@ -255,6 +256,7 @@ class World:
             prompt_tokens=prompt,
             num_samples=samples,
             in_flight=in_flight,
+            updates=updates,
         )
         request.params.seed, request.params.temperature = 7, 1.0
         future = Future(

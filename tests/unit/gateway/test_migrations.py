@@ -110,7 +110,7 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
 
 
 LOOP_TABLES: set[str] = set()
-LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness"}}
+LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness", "updates"}}
 RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
 RECORD_COLUMNS = {"runs": {"name", "tags", "config", "parent_run", "parent_step", "ending"}}
 
@@ -191,7 +191,7 @@ async def test_a_database_before_the_loop_keeps_its_sampling_sessions_without_bo
     assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
     (found,) = await database.read(select(sampling_sessions))
     assert (found["id"], found["version"]) == (row["id"], row["version"])
-    assert (found["min_version"], found["max_staleness"]) == (None, None)
+    assert (found["min_version"], found["max_staleness"], found["updates"]) == (None,) * 3
     await database.close()
     await fresh.close()
 

@@ -178,17 +178,32 @@ def test_a_request_at_which_engines_fail_ends_with_the_second_one(new_world, mon
     world.run(scenario())
 
 
-@pytest.mark.parametrize(("in_flight", "drawn_from"), [(True, "v2"), (False, "v1")])
+@pytest.mark.parametrize(
+    ("in_flight", "updates", "led", "drawn_from"),
+    [
+        (True, "DEFAULT", True, "v2"),
+        (False, "DEFAULT", True, "v1"),
+        (True, "DEFAULT", False, "v1"),
+        (True, "KEEP", False, "v2"),
+        (True, "ABORT", False, "v2"),
+    ],
+)
 def test_what_is_in_flight_when_its_engine_is_killed_is_drawn_from_the_newest_version(
-    new_world, in_flight, drawn_from
+    new_world, in_flight, updates, led, drawn_from
 ):
     world = new_world(1)
 
     async def scenario():
         (engine,) = await serving(world, 1)
-        asked = asyncio.create_task(world.sample("v1", in_flight=in_flight))
+        updates_as = sampler_pb2.Updates.Value(f"UPDATES_{updates}")
+        asked = asyncio.create_task(world.sample("v1", in_flight=in_flight, updates=updates_as))
         await asyncio.sleep(0.5)
-        await world.sampler().load(saved(world, "v2"), in_flight=True)
+
+        async def load_at_once(request):
+            return sampler_pb2.LoadReply(version=request.version)
+
+        engine.Load = load_at_once
+        await world.sampler().load(saved(world, "v2"), in_flight=led)
         assert not asked.done(), "the load did not wait for it"
         world.host.kill(engine.spec.worker_id)
         assert await asked == await world.sample(drawn_from)

@@ -12,3 +12,4 @@ down_revision = "0002_record"
 def upgrade() -> None:
     op.add_column("sampling_sessions", sa.Column("min_version", sa.BigInteger()))
     op.add_column("sampling_sessions", sa.Column("max_staleness", sa.BigInteger()))
+    op.add_column("sampling_sessions", sa.Column("updates", sa.String(8)))
