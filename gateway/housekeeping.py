@@ -47,7 +47,7 @@ class Housekeeping:
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
         models = self._repeat(gateway.models.discover_models, interval=_MODELS_INTERVAL)
         disk = self._repeat(self._measure_disk, interval=_DISK_INTERVAL)
-        scaling = self._repeat(gateway.autoscaler.run, interval=ROUND_INTERVAL)
+        scaling = self._repeat(gateway.autoscaler.follow_demand, interval=ROUND_INTERVAL)
         tasks = [
             asyncio.create_task(disk, name="free-disk"),
             asyncio.create_task(rounds, name="housekeeping"),

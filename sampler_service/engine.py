@@ -228,7 +228,7 @@ class EngineDelta:
 
 
 @dataclass(frozen=True)
-class EngineLoad:
+class EngineUse:
     """After a step: the samples without room in the engine, and the used share of the KV cache."""
 
     queued: int = 0
@@ -245,7 +245,7 @@ class StepOutput:
     results: list[EngineResult] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
     deltas: list[EngineDelta] = field(default_factory=list)
-    loads: list[EngineLoad] = field(default_factory=list)
+    loads: list[EngineUse] = field(default_factory=list)
 
 
 class Engine(Protocol):

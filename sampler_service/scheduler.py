@@ -32,9 +32,9 @@ from itertools import groupby
 
 from sampler_service.engine import (
     Engine,
-    EngineLoad,
     EngineResult,
     EngineState,
+    EngineUse,
     SleepLevel,
     StepOutput,
 )
@@ -73,7 +73,7 @@ class SchedulerStatus:
     running: int
     waiting: int
     adapters: tuple[str, ...]
-    load: EngineLoad
+    load: EngineUse
 
 
 _PATIENCE = 2.0
@@ -119,7 +119,7 @@ class Scheduler:
             engine, metrics, waiting=self._waiting, running=self._running
         )
         self._adapter_names: tuple[str, ...] = ()
-        self._load_of_engine = EngineLoad()
+        self._load_of_engine = EngineUse()
         self._reader, self._adapter_reader = (
             ReadAhead(
                 verify,
@@ -220,7 +220,7 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting) + len(self._submissions),
             adapters=self._adapter_names,
-            load=self._load_of_engine if self._running else EngineLoad(),
+            load=self._load_of_engine if self._running else EngineUse(),
         )
 
     @property

@@ -79,7 +79,7 @@ class Autoscaler:
         self._histories: dict[Sampler, _History] = {}
         self._log = get_log()
 
-    async def run(self) -> None:
+    async def follow_demand(self) -> None:
         """Work until cancelled."""
         async with asyncio.TaskGroup() as changes:
             while True:

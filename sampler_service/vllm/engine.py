@@ -34,10 +34,10 @@ from vllm.v1.request import Request
 
 from sampler_service.engine import (
     EngineFacts,
-    EngineLoad,
     EngineMemory,
     EngineRequest,
     EngineResult,
+    EngineUse,
     Float32Array,
     SleepLevel,
     StepOutput,
@@ -243,7 +243,7 @@ class VllmEngine:
         self._place(step)
         self._collect(self._engine.step(), step)
         step.loads.append(
-            EngineLoad(
+            EngineUse(
                 queued=self._scheduler.get_request_counts()[1]
                 + sum(pending.request.distinct_samples for pending in self._unplaced),
                 kv_used=self._scheduler.kv_cache_manager.usage,

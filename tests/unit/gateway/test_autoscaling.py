@@ -149,7 +149,7 @@ class Load:
 @asynccontextmanager
 async def autoscaled(world: World, allowed: ReplicaRange):
     world.router.allow(str(world.sampler().key), allowed)
-    task = asyncio.create_task(Autoscaler(world.router).run())
+    task = asyncio.create_task(Autoscaler(world.router).follow_demand())
     try:
         yield Load(world)
     finally:
