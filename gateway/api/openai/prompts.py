@@ -121,6 +121,7 @@ def make_sample_request(
         topk_sample_logprobs=top,
         params=params,
         structured=structured_output(request),
+        in_flight=request.in_flight,
         parse=parse,
     )
 

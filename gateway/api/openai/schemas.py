@@ -75,7 +75,8 @@ ResponseFormat = Annotated[PlainFormat | SchemaFormat, Field(discriminator="type
 
 
 class SamplingFields(BoundFields):
-    """The common request fields. `n` is the number of choices per prompt. After validation,
+    """The common request fields. `n` is the number of choices per prompt. `in_flight` continues the
+    answer with the run's newer weights when a later such request brings them. After validation,
     `max_tokens` is None only without a limit."""
 
     model_config = ConfigDict(extra="allow")
@@ -96,6 +97,7 @@ class SamplingFields(BoundFields):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     add_special_tokens: bool | None = None
+    in_flight: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None

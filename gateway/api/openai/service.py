@@ -31,6 +31,7 @@ from gateway.storage.futures.table import Future, Outcome
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import GatewayRestarted, OperationTimedOut, TandemError, WorkerStartFailed
 from tandem.protocol.sample_limits import SampleLimits
+from tandem.settings.chosen_names import is_run_id
 from tandem.v1 import sampler_pb2
 from tandem.wire.v1 import tinker_pb2
 
@@ -77,6 +78,12 @@ class InferenceService:
         """Start sampling. The block's end cancels the rest. An invalid request starts nothing.
         `recording` continues the tokens of a trace. Raises a `TandemError`."""
         gateway = self._gateway
+        if request.in_flight and not is_run_id(request.model):
+            raise InvalidField(
+                "in_flight needs a run's id as the model, because other weights never change; "
+                "leave it out",
+                param="in_flight",
+            )
         async with self.models.resolve(request.model, caller) as target:
             asked, version = request.bounds, target.version
             await check_may_bound(gateway, version, asked, owner=caller.owner)

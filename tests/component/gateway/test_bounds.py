@@ -360,6 +360,31 @@ async def test_v1_checks_a_request_again_before_it_is_sent(speaking, speaker, st
     assert (caught.value.status_code, caught.value.body["code"]) == (412, "stale_version")
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_v1_answers_in_flight_with_the_versions_of_the_tokens(speaking, speaker, stream):
+    client = client_of(speaking)
+    complete(client, model=speaker.model_id)
+    engine = says(speaking, "ok", end=False)
+    body = {"in_flight": True, "return_token_ids": True}
+    answer = complete(client, model=speaker.model_id, stream=stream, extra_body=body)
+    assert engine.requests[-1].in_flight
+    assert engine.requests[-1].version.run_id == speaker.model_id
+    if stream:
+        assert {part.tandem_weight_version for part in answer} == {engine.requests[-1].version.name}
+        return
+    tokens = len(answer.choices[0].token_ids)
+    run = {"version": answer.tandem_weight_version, "step": 1, "tokens": tokens}
+    assert answer.choices[0].tandem_versions == [run]
+    complete(client, model=speaker.model_id)
+    assert not engine.requests[-1].in_flight
+
+
+def test_v1_continues_only_a_runs_newest_weights_in_flight(speaking):
+    with pytest.raises(openai.BadRequestError, match="in_flight needs a run's id") as caught:
+        complete(client_of(speaking), extra_body={"in_flight": True})
+    assert caught.value.body["param"] == "in_flight"
+
+
 def test_v1_bounds_no_base_model(speaking):
     with pytest.raises(openai.BadRequestError, match="a base model has one version"):
         complete(client_of(speaking), extra_body={"min_version": 1})
