@@ -149,11 +149,11 @@ def await_losses(folder: Path, script: subprocess.Popen[bytes], *, count: int) -
         assert script.poll() is None, (folder / "log").read_text()
         return len(written(folder)) >= count
 
-    wait_until(there, timeout=240, what=f"{count} steps have a loss")
+    wait_until(there, timeout=480, what=f"{count} steps have a loss")
 
 
 def await_end(folder: Path, script: subprocess.Popen[bytes]) -> None:
-    assert script.wait(timeout=300) == 0, (folder / "log").read_text()
+    assert script.wait(timeout=600) == 0, (folder / "log").read_text()
 
 
 @pytest.fixture(scope="module")

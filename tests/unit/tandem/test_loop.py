@@ -77,7 +77,17 @@ async def test_the_same_seed_repeats_a_synchronous_loop():
     results = [await run(policy, a_config()) for policy in (first, second)]
     assert losses(results[0]) == losses(results[1])
     await run(other, a_config(seed=1))
-    assert first.state == second.state != other.state
+    assert first.state == second.state
+    assert first.state.trained != other.state.trained, "another seed is another order"
+    shuffled = [order_of(seed=seed) for seed in (0, 0, 1)]
+    assert shuffled[0] == shuffled[1] != shuffled[2]
+    assert shuffled[0][:40] != shuffled[0][40:], "each epoch has an order of its own"
+    assert sorted(shuffled[0][:40]) == sorted(shuffled[0][40:]) == list(range(40))
+
+
+def order_of(*, seed: int) -> list[object]:
+    order = ExampleOrder(numbered(40), seed=seed, shuffle=True)
+    return [order[number].data["number"] for number in range(80)]
 
 
 # --- Bounds ------------------------------------------------------------------------------------
@@ -112,6 +122,7 @@ async def test_no_trained_token_is_older_than_the_bound_and_old_examples_are_dra
     assert max(report.oldest for report in result.steps) <= 2
     assert result.dropped["stale"] > 0
     assert len(policy.state.trained) == len(set(policy.state.trained)) == 30 * 4
+    assert policy.most_sampling <= 3 * 4 * 2, "a group that is drawn again keeps its place"
 
 
 @in_virtual_time
