@@ -129,7 +129,8 @@ def test_the_example_of_the_documents_runs(
     monkeypatch.setattr("sampler_service.generation.Generation", lambda *_, **__: nullcontext(base))
     found: dict[str, object] = {}
     exec(snippet.replace("models/newer", str(changed)), found)
-    assert [[len(each.tokens) for each in samples] for samples in found["many"]] == [[16] * 2] * 2
+    assert [len(samples) for samples in found["many"]] == [2, 2]
+    assert base.generate(PROMPT, max_tokens=1)[0].version.startswith(f"{changed.name}#")
 
 
 def test_a_directory_without_a_model_starts_nothing(tmp_path: Path):
