@@ -56,7 +56,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class GraphEvaluation:
     """The `losses` of some datums, float64.
 
     `gradients` are their derivatives by the logprobs, if requested. `metrics` are sums, in the
@@ -90,7 +90,7 @@ class LossProcess:
         gradient: bool,
         limits: Limits,
         used: float,
-    ) -> Evaluation:
+    ) -> GraphEvaluation:
         """Compute the graph on each datum.
 
         A datum's tensors are on the host, in the order of the graph's inputs. `definition` is the
@@ -121,7 +121,7 @@ class LossProcess:
         numbers = answer["numbers"]
         assert isinstance(numbers, list)
         seconds, *metrics = map(float, numbers)
-        return Evaluation(
+        return GraphEvaluation(
             losses=losses, gradients=gradients, metrics=tuple(metrics), seconds=seconds
         )
 

@@ -21,7 +21,7 @@ from tandem.rl.loop import train, train_async
 from tandem.rl.objectives import OBJECTIVES, Reference, objective
 from tandem.rl.policy import resumable
 from tandem.rl.preferences import DPOConfig, Judgement, KTOConfig, Preference, dpo, kto
-from tandem.rl.report import Result
+from tandem.rl.report import LoopResult
 from tandem.rl.returns import gae, reinforce_plus_plus, returns_to_go, whitened
 from tandem.rl.rewards import RewardFailed, RewardPool
 from tandem.rl.rollouts import Example
@@ -39,10 +39,10 @@ __all__ = [
     "Example",
     "Judgement",
     "KTOConfig",
+    "LoopResult",
     "Preference",
     "RLConfig",
     "Reference",
-    "Result",
     "RewardFailed",
     "RewardPool",
     "SFTConfig",

@@ -15,7 +15,7 @@ from tandem.errors import describe
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Environment, Renderer, rollout
-from tandem.rl.policy import Sampler, Stop
+from tandem.rl.policy import RolloutSampler, Stop
 from tandem.rl.rewards import Reward, RewardFailed, RewardPool, Scorer
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
 
@@ -102,7 +102,9 @@ class Collector:
         """Return another collector with the same rewards or environments."""
         return Collector(sampling, self._rewards, self._renderer, concurrency)
 
-    async def group(self, number: int, example: Example, attempt: int, sampler: Sampler) -> Group:
+    async def group(
+        self, number: int, example: Example, attempt: int, sampler: RolloutSampler
+    ) -> Group:
         """Sample and score `example`. The samples depend on the weights, the number and the
         attempt alone."""
         seeds = (self._sampling.seed, number, attempt)
@@ -114,7 +116,7 @@ class Collector:
         return Group(number=number, example=example, rollouts=rollouts)
 
     async def _answers(
-        self, scorer: Scorer, example: Example, seeds: tuple[int, ...], sampler: Sampler
+        self, scorer: Scorer, example: Example, seeds: tuple[int, ...], sampler: RolloutSampler
     ) -> Sequence[Rollout | None]:
         sampling = self._sampling
 
@@ -149,7 +151,7 @@ class Collector:
         make: MakeEnvironment,
         example: Example,
         seeds: tuple[int, ...],
-        sampler: Sampler,
+        sampler: RolloutSampler,
     ) -> Sequence[Rollout | None]:
         sampling = self._sampling
 

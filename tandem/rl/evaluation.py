@@ -11,7 +11,7 @@ from statistics import fmean
 from tandem.rl.collector import Collector, Sampling, all_of
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
-from tandem.rl.policy import Sampler
+from tandem.rl.policy import RolloutSampler
 from tandem.rl.rollouts import Example, Group
 
 _CONCURRENCY = 64
@@ -75,7 +75,7 @@ class Evaluations:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, step: int, snapshot: Awaitable[Sampler]) -> None:
+    def start(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
         task = self._tasks.create_task(self._evaluate(step, snapshot))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -85,7 +85,7 @@ class Evaluations:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def _evaluate(self, step: int, snapshot: Awaitable[Sampler]) -> None:
+    async def _evaluate(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
         sampler = await snapshot
         async with self._turn:
             try:
@@ -106,7 +106,9 @@ class Evaluations:
         )
 
 
-async def evaluate(evaluation: Evaluation, collector: Collector, sampler: Sampler) -> list[Group]:
+async def evaluate(
+    evaluation: Evaluation, collector: Collector, sampler: RolloutSampler
+) -> list[Group]:
     """Return the groups of all examples. The answers only depend on the sampler's weights."""
     return await all_of(
         [

@@ -1,7 +1,7 @@
 """The loop: sample, score, train, publish, repeat.
 
-`_Loop.run` is the whole of it. The producer samples ahead in a bounded number of places, so that a
-synchronous and an asynchronous loop differ in this number and in one wait."""
+`_Loop.train_to_end` is the whole of it. The producer samples ahead in a bounded number of places.
+So a synchronous and an asynchronous loop differ in this number and in one wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tandem.rl.evaluation import Evaluation, Evaluations, Score
 from tandem.rl.objectives import Objective, Reference, objective
 from tandem.rl.policy import Policy, TinkerPolicy, Training, open_policy
 from tandem.rl.producer import ExampleOrder, Producer
-from tandem.rl.report import Result, StepReport, Tracked, record, report_of
+from tandem.rl.report import LoopResult, StepReport, Tracked, record, report_of
 from tandem.rl.rewards import Reward, RewardPool
 from tandem.rl.rollouts import Example, Group
 from tandem.rl.state import LoopState
@@ -50,7 +50,7 @@ def train(
     reward_or_environment: Reward | MakeEnvironment,
     config: RLConfig,
     **options: Unpack[Options],
-) -> Result:
+) -> LoopResult:
     """Train a policy with rewards of its own rollouts. docs/loop.md has examples.
 
     `training` is a training client, or a function that makes one from a saved state's path, such as
@@ -66,7 +66,7 @@ async def train_async(
     reward_or_environment: Reward | MakeEnvironment,
     config: RLConfig,
     **options: Unpack[Options],
-) -> Result:
+) -> LoopResult:
     """Do as `train`, in the running event loop."""
     tokenizer, tracked = options.get("tokenizer"), options.get("tracked")
     reference = options.get("reference")
@@ -81,7 +81,7 @@ async def train_async(
     if config.save_every and config.out is None:
         raise ValueError("save_every needs `out`, a folder for the state of the loop")
     order = ExampleOrder(dataset, seed=config.seed, shuffle=config.shuffle)
-    state = LoopState.read(config.out, seed=config.seed, examples=len(dataset))
+    state = LoopState.of_folder(config.out, seed=config.seed, examples=len(dataset))
     policy = await open_policy(
         training, path=state.path, step=state.policy_step, in_flight=config.in_flight
     )
@@ -108,7 +108,7 @@ async def train_async(
                     evaluation=options.get("evaluation"),
                     tracked=tracked or None,
                     reference=reference,
-                ).run()
+                ).train_to_end()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
 
@@ -158,7 +158,7 @@ class _Loop:
         self._scores: list[Score] = []
         self._seconds: dict[str, float] = {}
 
-    async def run(self) -> Result:
+    async def train_to_end(self) -> LoopResult:
         config, producer = self._config, self._producer
         following = self._tasks.create_task(self._concurrency.follow(self._policy))
         if self._step < config.steps:
@@ -185,7 +185,7 @@ class _Loop:
         if self._evaluations is not None:
             await self._evaluations.finish()
         following.cancel()
-        return Result(
+        return LoopResult(
             policy=self._policy,
             step=self._step,
             steps=self._reports,
@@ -253,7 +253,7 @@ class _Loop:
             path=path,
             dropped=dict(self._dropped()),
         )
-        await asyncio.to_thread(self._state.write, out)
+        await asyncio.to_thread(self._state.write_to, out)
 
     def _start_evaluation(self) -> None:
         """Evaluate the present weights. The snapshot is asked for before the next gradients."""

@@ -37,7 +37,7 @@ class EngineLoad:
     kv_used: float
 
 
-class Sampler(Protocol):
+class RolloutSampler(Protocol):
     """Weights that sample. `step` counts the optimizer steps behind them."""
 
     step: int
@@ -57,7 +57,7 @@ class Sampler(Protocol):
 
 
 @runtime_checkable
-class Policy(Sampler, Protocol):
+class Policy(RolloutSampler, Protocol):
     """A model in training. `step` counts its optimizer steps. `sample` uses the weights of the last
     `sync`."""
 
@@ -77,7 +77,7 @@ class Policy(Sampler, Protocol):
         suspension. Raises `SyncTimedOut` after `timeout` seconds."""
         ...
 
-    def snapshot(self) -> Awaitable[Sampler]:
+    def snapshot(self) -> Awaitable[RolloutSampler]:
         """Ask at once for a sampler that keeps the present weights. It does not wait."""
         ...
 
@@ -158,7 +158,7 @@ class TinkerPolicy:
                 "(sync_timeout); `tandem top` shows why an engine waits"
             ) from None
 
-    def snapshot(self) -> Awaitable[Sampler]:
+    def snapshot(self) -> Awaitable[RolloutSampler]:
         return self._take_snapshot()
 
     async def save(self, name: str) -> str:

@@ -107,9 +107,9 @@ async def dpo_async(
     policy, state = await open_client(training, config, rows=len(preferences))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
 
-    def rows(chosen: Sequence[Preference]) -> list[_Row]:
+    def rows(chosen: Sequence[Preference]) -> list[_PreferenceRow]:
         return [
-            _Row.of(each.prompt, answer, renderer)
+            _PreferenceRow.of(each.prompt, answer, renderer)
             for each in chosen
             for answer in (each.chosen, each.rejected)
         ]
@@ -166,10 +166,10 @@ async def kto_async(
     """Do as `kto`, in the running event loop."""
     policy, state = await open_client(training, config, rows=len(judgements))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
-    rows = [_Row.of(each.prompt, each.answer, renderer) for each in judgements]
+    rows = [_PreferenceRow.of(each.prompt, each.answer, renderer) for each in judgements]
     others = [rows[(place + 1) % len(rows)] for place in range(len(rows))]
     mismatched = [
-        _Row(row.prompt, other.answer) for row, other in zip(rows, others, strict=True)
+        _PreferenceRow(row.prompt, other.answer) for row, other in zip(rows, others, strict=True)
     ] * config.estimate_kl
     scores = await _reference_scores(
         policy, [*rows, *mismatched], reference, folder=config.out, started=state.step > 0
@@ -186,12 +186,12 @@ async def kto_async(
 
 
 @dataclass(frozen=True)
-class _Row:
+class _PreferenceRow:
     prompt: list[int]
     answer: list[int]
 
     @classmethod
-    def of(cls, prompt: Prompt, answer: str, renderer: Renderer) -> _Row:
+    def of(cls, prompt: Prompt, answer: str, renderer: Renderer) -> _PreferenceRow:
         return cls(renderer.prompt(prompt), renderer.answer(prompt, answer))
 
     @property
@@ -203,7 +203,7 @@ class _Row:
 
 
 class _Pairs:
-    def __init__(self, rows: list[_Row], scores: list[Floats], config: DPOConfig) -> None:
+    def __init__(self, rows: list[_PreferenceRow], scores: list[Floats], config: DPOConfig) -> None:
         self._rows, self._scores = rows, scores
         self.loss: str = config.loss
         self.settings: Mapping[str, float | str] = {"beta": config.beta, "aggregation": "mean"}
@@ -232,8 +232,8 @@ class _Judgements:
     def __init__(
         self,
         policy: TinkerPolicy,
-        rows: list[_Row],
-        mismatched: list[_Row],
+        rows: list[_PreferenceRow],
+        mismatched: list[_PreferenceRow],
         *,
         scores: list[Floats],
         good: list[bool],
@@ -285,7 +285,7 @@ class _Judgements:
 
 async def _reference_scores(
     policy: TinkerPolicy,
-    rows: Sequence[_Row],
+    rows: Sequence[_PreferenceRow],
     reference: Reference | None,
     *,
     folder: Path | None,
@@ -313,7 +313,7 @@ async def _reference_scores(
     return found
 
 
-async def _trainer_scores(policy: TinkerPolicy, rows: Sequence[_Row]) -> list[Floats]:
+async def _trainer_scores(policy: TinkerPolicy, rows: Sequence[_PreferenceRow]) -> list[Floats]:
     """Return the log probabilities of rows under the trained model, by forward passes."""
     data = [row.datum() for row in rows]
     pending = [

@@ -56,7 +56,7 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class LoopResult:
     """The trained `policy` after `step` steps. `steps` and `evaluations` are those of this call,
     and `dropped` counts groups and rollouts by reason. `path` is the newest saved state."""
 

@@ -79,11 +79,11 @@ class RewardPool:
         self._in_loop = inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(
             type(reward).__call__
         )
-        self._workers: list[_Worker] = []
+        self._workers: list[_RewardWorker] = []
         if not self._in_loop:
             payload = _importable(reward)
-            self._workers = [_Worker(payload) for _ in range(max(processes, 1))]
-        self._free: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+            self._workers = [_RewardWorker(payload) for _ in range(max(processes, 1))]
+        self._free: asyncio.LifoQueue[_RewardWorker] = asyncio.LifoQueue()
         self._starts: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> RewardPool:
@@ -154,7 +154,7 @@ class RewardPool:
     def _late(self) -> _Outcome:
         return "timeout", f"The reward took longer than {self._timeout:g} s (reward_timeout)"
 
-    def _start(self, worker: _Worker) -> None:
+    def _start(self, worker: _RewardWorker) -> None:
         """Start a worker in the background. If this fails, its next score tries again, and says
         why."""
 
@@ -174,7 +174,7 @@ _Outcome: TypeAlias = float | tuple[Reason, str]
 """A reward, or the reason of a failure and a sentence about it."""
 
 
-class _Worker:
+class _RewardWorker:
     """One process. An executor of its own ties each crash to one answer."""
 
     def __init__(self, payload: bytes) -> None:

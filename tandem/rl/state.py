@@ -30,7 +30,7 @@ class LoopState:
     dropped: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path | None, *, seed: int, examples: int) -> Self:
+    def of_folder(cls, folder: Path | None, *, seed: int, examples: int) -> Self:
         """Return the saved state, or that of a new loop.
 
         Raises `ValueError` if the saved loop had another seed or dataset."""
@@ -47,7 +47,7 @@ class LoopState:
                 )
         return state
 
-    def write(self, folder: Path) -> None:
+    def write_to(self, folder: Path) -> None:
         """Replace the folder's state, at once or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{_FILE}.partial"

@@ -107,7 +107,7 @@ async def open_client(
     neither a training client nor a function that makes one, or for an empty dataset."""
     if not rows:
         raise ValueError("the dataset is empty")
-    state = LoopState.read(config.out, seed=config.seed, examples=rows)
+    state = LoopState.of_folder(config.out, seed=config.seed, examples=rows)
     policy = await open_policy(training, path=state.path, step=state.policy_step, in_flight=False)
     if not isinstance(policy, TinkerPolicy):
         raise ValueError("training must be a training client, or a function that makes one")
@@ -132,7 +132,7 @@ async def fit(
             if run is not None:
                 tracked = run
                 stack.push_async_callback(asyncio.to_thread, run.finish)
-        return await _Fit(policy, task, config, state, evaluation, tracked or None).run()
+        return await _Fit(policy, task, config, state, evaluation, tracked or None).fit_to_end()
 
 
 class _Fit:
@@ -152,7 +152,7 @@ class _Fit:
         self._evaluations: dict[int, dict[str, float]] = {}
         self._pending: deque[tuple[int, asyncio.Task[Mapping[str, float]]]] = deque()
 
-    async def run(self) -> Fitted:
+    async def fit_to_end(self) -> Fitted:
         try:
             for step in range(self._state.step + 1, self._total + 1):
                 await self._start(step)
@@ -234,7 +234,7 @@ class _Fit:
             seed=self._state.seed,
             examples=self._state.examples,
         )
-        await asyncio.to_thread(self._state.write, out)
+        await asyncio.to_thread(self._state.write_to, out)
 
 
 async def tokenizer_of(policy: TinkerPolicy, tokenizer: Any) -> Any:

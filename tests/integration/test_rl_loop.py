@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tinker import ServiceClient
 
-from tandem.rl import Evaluation, Example, Result, RLConfig, resumable, train
+from tandem.rl import Evaluation, Example, LoopResult, RLConfig, resumable, train
 from tandem.rl.environments import Step
 from tandem.rl.rollouts import Prompt
 from tests.support.loops import steps_in
@@ -35,7 +35,7 @@ CONFIG = RLConfig(
 )
 
 
-def losses(result: Result) -> list[float]:
+def losses(result: LoopResult) -> list[float]:
     return [report.metrics["loss:sum"] for report in result.steps]
 
 
