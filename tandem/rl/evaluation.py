@@ -75,7 +75,7 @@ class Evaluations:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
-    def start(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
+    def evaluate_later(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
         task = self._tasks.create_task(self._evaluate(step, snapshot))
         self._running.add(task)
         task.add_done_callback(self._running.discard)

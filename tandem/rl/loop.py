@@ -181,7 +181,7 @@ class _Loop:
                 await asyncio.sleep(0)  # its request is sent before the next gradients
                 if not config.off_by:
                     await publishing
-        producer.stop()
+        producer.cancel()
         if self._evaluations is not None:
             await self._evaluations.finish()
         following.cancel()
@@ -258,7 +258,7 @@ class _Loop:
     def _start_evaluation(self) -> None:
         """Evaluate the present weights. The snapshot is asked for before the next gradients."""
         if self._evaluations is not None and self._is_due(self._config.evaluate_every):
-            self._evaluations.start(self._step, self._policy.snapshot())
+            self._evaluations.evaluate_later(self._step, self._policy.snapshot())
 
     def _is_due(self, every: int) -> bool:
         """Whether this step is the last one, or a multiple of `every`."""

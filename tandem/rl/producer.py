@@ -129,7 +129,7 @@ class Producer:
         self._free += count
         self.fill()
 
-    def stop(self) -> None:
+    def cancel(self) -> None:
         """Cancel the running groups."""
         self._free = 0
         for task in self._running.values():

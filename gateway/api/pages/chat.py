@@ -42,7 +42,7 @@ _DEFAULTS = {"temperature": "0.7", "top_p": "1", "max_tokens": "256"}
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """A message, its tokens, and the weight version of an answer. `problem` is in its place. A
     token is its text, its logprob, and the texts and logprobs of its likeliest alternatives."""
 
@@ -59,7 +59,7 @@ class Side:
 
     number: int
     model: str
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ChatTurn] = field(default_factory=list)
 
     @property
     def history(self) -> str:
@@ -127,12 +127,12 @@ async def _answer(request: Request, form: Mapping[str, str], side: Side) -> None
         async with _sampling(request, form, side, stream=False) as running:
             event = _event(await running.response())
     except TandemError as error:
-        answer = Turn("assistant", "", problem=error.message)
+        answer = ChatTurn("assistant", "", problem=error.message)
     else:
         tokens = cast(Sequence[Token], event["tokens"])
         version = str(event["tandem_weight_version"])
-        answer = Turn("assistant", str(event["text"]), tokens=tokens, version=version)
-    side.turns += [Turn("user", message), answer]
+        answer = ChatTurn("assistant", str(event["text"]), tokens=tokens, version=version)
+    side.turns += [ChatTurn("user", message), answer]
 
 
 @asynccontextmanager
@@ -212,7 +212,7 @@ def _sides(form: Mapping[str, str]) -> list[Side]:
     ]
 
 
-def _turns(history: str) -> list[Turn]:
+def _turns(history: str) -> list[ChatTurn]:
     """Return earlier turns. Raises `InvalidRequest` or `PayloadTooLarge`."""
     content = history.encode()
     check_json_size(content)
@@ -222,7 +222,7 @@ def _turns(history: str) -> list[Turn]:
             raise InvalidRequest(
                 f"the conversation has {len(said)} turns, {_MOST_TURNS} at most; begin a new chat"
             )
-        return [Turn(str(each["role"]), str(each["content"])) for each in said]
+        return [ChatTurn(str(each["role"]), str(each["content"])) for each in said]
     except (orjson.JSONDecodeError, TypeError, KeyError) as error:
         raise InvalidRequest("the form's history is damaged; load the page again") from error
 
