@@ -319,7 +319,7 @@ class Gateway:
         await take_bootstrap_key(self.settings, keys=self.keys, audit=self.audit)
         check_listening(self.settings, keys=self.keys)
         await self.futures.clear_folder()
-        await self.recorder.open()
+        await self.recorder.find_traces()
         await self.models.read_models()
         for name, path in self.settings.models.items():  # before sessions, which may use them
             await self.models.add(name=name, path=str(path))

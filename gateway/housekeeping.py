@@ -127,7 +127,7 @@ class Housekeeping:
         await self._collect(sorted(touched))
         gateway.collector.empty_trash_soon()
         await gateway.journal.expire()
-        await gateway.recorder.expire()
+        await gateway.recorder.expire_traces()
 
     async def _tidy_logs(self) -> None:
         try:

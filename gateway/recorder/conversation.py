@@ -18,7 +18,7 @@ Message = dict[str, object]
 
 
 @dataclass(frozen=True)
-class VersionRun:
+class RecordedVersion:
     """Consecutive tokens from one weight version of an optimizer step."""
 
     version: str
@@ -27,7 +27,7 @@ class VersionRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Turn:
+class RecordedTurn:
     """One answer. `parent` is the number of the turn that it continues, or None. `prompt` are the
     token ids between the parent's last token and the answer. `tokens` and `logprobs` are the
     sampled ones. `messages` are new since the parent, without the `answer`. `digest` identifies the
@@ -37,7 +37,7 @@ class Turn:
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
-    versions: Sequence[VersionRun]
+    versions: Sequence[RecordedVersion]
     messages: Sequence[Message]
     answer: Message
     digest: bytes
@@ -57,7 +57,7 @@ class TrainingSequence:
     logprobs: Sequence[float]
     mask: Sequence[int]
     steps: Sequence[int | None]
-    versions: Sequence[tuple[int, VersionRun]]
+    versions: Sequence[tuple[int, RecordedVersion]]
     messages: Sequence[Message]
 
 
@@ -85,10 +85,10 @@ class Conversations:
     """The turns of one trace, in order of their numbers."""
 
     def __init__(self) -> None:
-        self.turns: list[Turn] = []
+        self.turns: list[RecordedTurn] = []
         self._newest: dict[bytes, int] = {}
 
-    def add_turn(self, turn: Turn) -> None:
+    def add_turn(self, turn: RecordedTurn) -> None:
         self._newest[turn.digest] = len(self.turns)
         self.turns.append(turn)
 
@@ -124,7 +124,7 @@ class Conversations:
         logprobs: list[float] = []
         mask: list[int] = []
         steps: list[int | None] = []
-        versions: list[tuple[int, VersionRun]] = []
+        versions: list[tuple[int, RecordedVersion]] = []
         messages: list[Message] = []
         numbers = self._numbers(last)
         for number in numbers:
@@ -150,7 +150,7 @@ class Conversations:
             messages=messages,
         )
 
-    def _path(self, number: int) -> Iterator[Turn]:
+    def _path(self, number: int) -> Iterator[RecordedTurn]:
         return (self.turns[each] for each in self._numbers(number))
 
     def _numbers(self, last: int) -> list[int]:
@@ -162,7 +162,7 @@ class Conversations:
         return numbers[::-1]
 
 
-def encode_turn(turn: Turn) -> bytes:
+def encode_turn(turn: RecordedTurn) -> bytes:
     """Return a line of the trace's file."""
     return orjson.dumps(
         {
@@ -180,14 +180,14 @@ def encode_turn(turn: Turn) -> bytes:
     )
 
 
-def decode_turn(line: bytes) -> Turn:
+def decode_turn(line: bytes) -> RecordedTurn:
     fields = json.loads(line)
-    return Turn(
+    return RecordedTurn(
         parent=fields["parent"],
         prompt=array("i", fields["prompt"]),
         tokens=array("i", fields["tokens"]),
         logprobs=array("f", fields["logprobs"]),
-        versions=[VersionRun(*run) for run in fields["versions"]],
+        versions=[RecordedVersion(*run) for run in fields["versions"]],
         messages=fields["messages"],
         answer=fields["answer"],
         digest=bytes.fromhex(fields["digest"]),

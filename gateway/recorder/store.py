@@ -18,7 +18,7 @@ from pydantic import BaseModel
 
 from gateway.owners.auth.keys import digest_of
 from gateway.owners.limits import Quotas
-from gateway.recorder.conversation import Conversations, Turn, decode_turn, encode_turn
+from gateway.recorder.conversation import Conversations, RecordedTurn, decode_turn, encode_turn
 from tandem.errors import StorageFailed, TraceEnded, UnknownTrace, describe
 from tandem.telemetry import get_log
 
@@ -48,7 +48,8 @@ class TraceHead(BaseModel):
 
 @dataclass(eq=False, kw_only=True)
 class Trace:
-    """An owner's trace. `bytes` is the size of its file. `conversations` is None until `read`."""
+    """An owner's trace. `bytes` is the size of its file. `conversations` is None unless the turns
+    are in memory."""
 
     head: TraceHead
     file: Path
@@ -66,7 +67,7 @@ class TraceStore:
     _cached: OrderedDict[str, Trace] = field(default_factory=OrderedDict, init=False)
     _cached_bytes: int = field(default=0, init=False)
 
-    async def open(self) -> None:
+    async def find_traces(self) -> None:
         """Find the traces of earlier gateways. Their turns are read when they are needed."""
         self._traces = await asyncio.to_thread(self._find_files)
 
@@ -83,7 +84,7 @@ class TraceStore:
             found[head.id] = Trace(head=head, file=file, bytes=file.stat().st_size)
         return found
 
-    async def create(
+    async def create_trace(
         self, *, owner: str, key_id: str, model: str, fields: dict[str, object]
     ) -> tuple[Trace, str]:
         """Return a new trace and its key, which is not stored. Raises `LimitExceeded`."""
@@ -118,7 +119,7 @@ class TraceStore:
         digest = digest_of(secret).hex()
         return trace if trace and hmac.compare_digest(trace.head.digest, digest) else None
 
-    def get(self, trace_id: str) -> Trace:
+    def require_trace(self, trace_id: str) -> Trace:
         """Return a trace of any owner. Raises `UnknownTrace`."""
         if (trace := self._traces.get(trace_id)) is None:
             raise unknown_trace(trace_id)
@@ -134,12 +135,12 @@ class TraceStore:
                 "may have; create another one"
             )
 
-    async def read(self, trace: Trace) -> Conversations:
+    async def read_turns(self, trace: Trace) -> Conversations:
         """Return the trace's turns."""
         async with trace.lock:
             return await self._read(trace)
 
-    async def add_turns(self, trace: Trace, turns: Sequence[Turn]) -> None:
+    async def add_turns(self, trace: Trace, turns: Sequence[RecordedTurn]) -> None:
         """Write turns, and return when they are in the file. Raises `UnknownTrace` if the trace was
         deleted meanwhile, and `StorageFailed`."""
         async with trace.lock:
@@ -156,19 +157,19 @@ class TraceStore:
             for turn in turns:
                 conversations.add_turn(turn)
 
-    async def delete(self, trace: Trace) -> None:
+    async def remove_trace(self, trace: Trace) -> None:
         async with trace.lock:
             self._traces.pop(trace.head.id, None)
             if self._cached.pop(trace.head.id, None) is not None:
                 self._cached_bytes -= trace.bytes
             await asyncio.to_thread(trace.file.unlink, missing_ok=True)
 
-    async def expire(self) -> None:
+    async def expire_traces(self) -> None:
         """Remove traces that ended long ago."""
         now = self.clock()
         for trace in [*self._traces.values()]:
             if trace.head.expires_at + _READABLE <= now:
-                await self.delete(trace)
+                await self.remove_trace(trace)
 
     async def _read(self, trace: Trace) -> Conversations:
         if (found := trace.conversations) is not None:

@@ -187,7 +187,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 for delta in deltas:
                     if request.HasField("parse"):
                         if delta.index not in answers:
-                            answers[delta.index] = self._messages.open(request)
+                            answers[delta.index] = self._messages.open_answer(request)
                         delta.tandem_message = answers[delta.index].push(
                             array("i", delta.tokens), finished=delta.finished
                         )
@@ -258,7 +258,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         try:
             asked = self._parse(request)
             if request.HasField("parse"):  # the first time takes seconds
-                await asyncio.to_thread(self._messages.open, request)
+                await asyncio.to_thread(self._messages.open_answer, request)
             grammar = None
             if asked.parsed.grammar is not None:
                 grammar = await self._grammars.compile(asked.parsed.grammar)
@@ -278,7 +278,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         response = tinker_pb2.SampleResponse.FromString(reply.response)
         for each in response.sequences:
             tokens = array("i", each.tokens)
-            each.tandem_message = self._messages.open(request).whole(tokens)
+            each.tandem_message = self._messages.open_answer(request).whole(tokens)
         return response.SerializeToString()
 
     def _parse(self, request: sampler_pb2.SampleRequest) -> _Asked:

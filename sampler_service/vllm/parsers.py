@@ -34,7 +34,7 @@ class MessageParser:
         self._end_tokens = end_tokens
         self._class = lru_cache(maxsize=32)(_parser_class)
 
-    def open(self, request: sampler_pb2.SampleRequest) -> ParsedAnswer:
+    def open_answer(self, request: sampler_pb2.SampleRequest) -> ParsedAnswer:
         """Return the parser of one of a request's samples. Raises `InvalidRequest` if a parser is
         unknown, or does not fit the model or the tools, and `UnsupportedInput` for a model without
         a tokenizer."""

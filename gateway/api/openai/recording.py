@@ -9,7 +9,7 @@ from gateway.api.openai.prompts import PreparedPrompt, prompts_of
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.checkpoints.versions import WeightVersion
-from gateway.recorder.conversation import Conversations, Digests, Turn, VersionRun
+from gateway.recorder.conversation import Conversations, Digests, RecordedTurn, RecordedVersion
 from gateway.recorder.store import Trace, TraceStore
 from tandem.wire.v1 import tinker_pb2
 
@@ -64,7 +64,7 @@ class TurnRecording:
         await self._store.add_turns(
             self._trace,
             [
-                Turn(
+                RecordedTurn(
                     parent=self._parent,
                     prompt=array("i", self._prompt),
                     tokens=array("i", one.tokens),
@@ -82,10 +82,12 @@ class TurnRecording:
         )
 
 
-def _versions(sample: tinker_pb2.SampledSequence, version: WeightVersion) -> list[VersionRun]:
+def _versions(sample: tinker_pb2.SampledSequence, version: WeightVersion) -> list[RecordedVersion]:
     if sample.tandem_versions:
-        return [VersionRun(run.version, run.step, run.tokens) for run in sample.tandem_versions]
-    return [VersionRun(version.name, version.step, len(sample.tokens) // 4)]
+        return [
+            RecordedVersion(run.version, run.step, run.tokens) for run in sample.tandem_versions
+        ]
+    return [RecordedVersion(version.name, version.step, len(sample.tokens) // 4)]
 
 
 def _without_end(text: str, sampled: Sequence[int], tokenizer: ModelTokenizer) -> str:

@@ -86,7 +86,7 @@ ANTHROPIC_RESPONSES = sampled(AnthropicAnswer, "With `stream`: Anthropic's event
 
 
 async def _trace(trace_id: PathText, access: AccessDep) -> Trace:
-    trace = access.gateway.recorder.get(trace_id)
+    trace = access.gateway.recorder.require_trace(trace_id)
     if not access.caller.may_see(trace.head.owner):
         raise unknown_trace(trace_id)
     return trace
@@ -160,7 +160,7 @@ async def create_trace(
     caller = access.caller
     async with service.models.resolve(body.model, caller):
         pass
-    trace, key = await access.gateway.recorder.create(
+    trace, key = await access.gateway.recorder.create_trace(
         owner=caller.owner,
         key_id=caller.key_id,
         model=body.model,
@@ -180,7 +180,7 @@ async def create_trace(
 @router.operation("GET", "/{trace_id}", role="reader", responses={200: {"model": TraceInfo}})
 async def get_trace(trace: TraceDep, access: AccessDep) -> Response:
     """Return the recorded turns as sequences for training."""
-    conversations = await access.gateway.recorder.read(trace)
+    conversations = await access.gateway.recorder.read_turns(trace)
     content = await asyncio.to_thread(_encode, trace, conversations)
     return Response(content, media_type=JSON)
 
@@ -188,7 +188,7 @@ async def get_trace(trace: TraceDep, access: AccessDep) -> Response:
 @router.operation("DELETE", "/{trace_id}", role="member", audit="trace_delete")
 async def delete_trace(trace: TraceDep, access: AccessDep) -> None:
     """Delete a trace. Its key is refused from now on."""
-    await access.gateway.recorder.delete(trace)
+    await access.gateway.recorder.remove_trace(trace)
 
 
 @sampling_operation(
@@ -257,7 +257,7 @@ async def start_recording(
     for name, value in trace.head.fields.items():
         if getattr(body, name) is None:
             setattr(body, name, value)
-    return TurnRecording(recorder, trace, await recorder.read(trace), body)
+    return TurnRecording(recorder, trace, await recorder.read_turns(trace), body)
 
 
 def _encode(trace: Trace, conversations: Conversations) -> bytes:

@@ -163,7 +163,7 @@ def test_a_trace_of_an_unknown_model_is_refused(gate):
 def test_an_ended_trace_answers_with_its_reason_and_can_still_be_read(gate):
     trace = Trace(gate)
     trace.say("yo", USER)
-    head = gate.gateway.recorder.get(trace.id).head
+    head = gate.gateway.recorder.require_trace(trace.id).head
     head.expires_at = 1.0
     with pytest.raises(openai.APIStatusError, match="has expired") as refused:
         trace.say("ok", USER)

@@ -50,12 +50,12 @@ def parsed(tokenizer, text: str, **fields) -> list[dict]:
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     parser, asked = MessageParser(tokenizer.folder, [end]), request(tokenizer, **fields)
     tokens = [*tokenizer.encode(text, add_special_tokens=False), end]
-    stream, said = parser.open(asked), {"reasoning": "", "content": "", "tool_calls": []}
+    stream, said = parser.open_answer(asked), {"reasoning": "", "content": "", "tool_calls": []}
     for index, token in enumerate(tokens):
         news = stream.push([token], finished=index == len(tokens) - 1)
         for name, more in json.loads(news or "{}").items():
             said[name] += more or type(said[name])()
-    whole = json.loads(parser.open(asked).whole(tokens))
+    whole = json.loads(parser.open_answer(asked).whole(tokens))
     return [{name: value or type(said[name])() for name, value in whole.items()}, said]
 
 
@@ -115,15 +115,17 @@ def test_reasoning_alone_can_be_parsed(tokenizer):
 def test_an_unknown_parser_is_refused_with_the_known_ones(tokenizer):
     parser = MessageParser(tokenizer.folder, [])
     with pytest.raises(InvalidRequest, match=r"unknown tool_parser 'best'; known: .*hermes"):
-        parser.open(request(tokenizer, tool_parser="best"))
+        parser.open_answer(request(tokenizer, tool_parser="best"))
 
 
 def test_tools_without_a_form_are_refused(tokenizer):
     parser = MessageParser(tokenizer.folder, [])
     with pytest.raises(InvalidRequest, match="does not fit"):
-        parser.open(request(tokenizer, tools=[{"type": "function", "function": {"name": 5}}]))
+        parser.open_answer(
+            request(tokenizer, tools=[{"type": "function", "function": {"name": 5}}])
+        )
 
 
 def test_a_model_without_a_tokenizer_is_refused(tokenizer, tmp_path):
     with pytest.raises(UnsupportedInput, match="tokenizer does not load"):
-        MessageParser(tmp_path, []).open(request(tokenizer))
+        MessageParser(tmp_path, []).open_answer(request(tokenizer))

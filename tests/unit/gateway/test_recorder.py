@@ -18,7 +18,7 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.recorder import store as stores
-from gateway.recorder.conversation import Conversations, Digests, Turn
+from gateway.recorder.conversation import Conversations, Digests, RecordedTurn
 from gateway.recorder.store import TraceStore
 from tandem.errors import LimitExceeded, StorageFailed, TraceEnded, UnknownTrace
 from tandem.settings.requests import LimitSettings
@@ -42,12 +42,12 @@ def make_store(folder, **changes) -> TraceStore:
 
 async def opened(folder, **changes) -> TraceStore:
     store = make_store(folder, **changes)
-    await store.open()
+    await store.find_traces()
     return store
 
 
 async def new_trace(store, owner="ann"):
-    return await store.create(owner=owner, key_id="k", model="agent", fields={})
+    return await store.create_trace(owner=owner, key_id="k", model="agent", fields={})
 
 
 class Sampler:
@@ -90,7 +90,7 @@ async def play(store, trace, tokenizer, sampler: Sampler, turns: int) -> None:
         if draw.random() < 0.05:  # as an agent that edits what was said
             messages = [{"role": "system", "content": "edited"}, *messages]
         request = ChatCompletionRequest(model="agent", messages=messages)
-        recording = TurnRecording(store, trace, await store.read(trace), request)
+        recording = TurnRecording(store, trace, await store.read_turns(trace), request)
         prompt = list(recording.prompt(tokenizer, max_length=None).token_ids)
         one = sampler.answer(prompt)
         tokens = [t for t in array("i", one.tokens) if t not in tokenizer.end_tokens]
@@ -125,12 +125,12 @@ def test_each_of_10000_turns_is_trained_once_with_its_tokens_logprobs_and_steps(
         trace, _key = await new_trace(store)
         sampler = Sampler(seed=5, tokenizer=tokenizer)
         await play(store, trace, tokenizer, sampler, turns=10_000)
-        check(await store.read(trace), sampler)
-        parents = [turn.parent for turn in (await store.read(trace)).turns]
+        check(await store.read_turns(trace), sampler)
+        parents = [turn.parent for turn in (await store.read_turns(trace)).turns]
         branches = Counter(parent for parent in parents if parent is not None)
         assert sum(count > 1 for count in branches.values()) > 1000
         again = await opened(tmp_path)  # as the next gateway
-        check(await again.read(again.get(trace.head.id)), sampler)
+        check(await again.read_turns(again.require_trace(trace.head.id)), sampler)
 
     asyncio.run(main())
 
@@ -154,7 +154,7 @@ def test_an_answer_is_found_whatever_a_client_leaves_out_of_it():
     assert Digests([USER, recorded], ["other tools"])[2] != digest
 
 
-def turn(**changes) -> Turn:
+def turn(**changes) -> RecordedTurn:
     fields = {
         "parent": None,
         "prompt": [1],
@@ -166,7 +166,7 @@ def turn(**changes) -> Turn:
         "digest": b"d",
         "stop_reason": "stop",
     }
-    return Turn(**(fields | changes))
+    return RecordedTurn(**(fields | changes))
 
 
 def test_a_trace_ends_after_a_day_and_is_removed_a_day_later(tmp_path):
@@ -178,10 +178,10 @@ def test_a_trace_ends_after_a_day_and_is_removed_a_day_later(tmp_path):
         now += stores.TRACE_TTL
         with pytest.raises(TraceEnded, match="has expired"):
             store.check_open(trace)
-        await store.expire()
+        await store.expire_traces()
         assert store.find_by_key(trace.head.id, key.encode()) is trace
         now += stores.TRACE_TTL
-        await store.expire()
+        await store.expire_traces()
         assert store.find_by_key(trace.head.id, key.encode()) is None
         assert not [*store.folder.iterdir()]
 
@@ -214,7 +214,7 @@ def test_traces_beyond_the_memory_are_read_again_from_their_files(tmp_path, monk
                 await store.add_turns(trace, [turn()])
         assert sum(trace.conversations is not None for trace in traces) < 5
         for trace in traces:
-            assert len((await store.read(trace)).turns) == 3
+            assert len((await store.read_turns(trace)).turns) == 3
 
     asyncio.run(main())
 
@@ -227,10 +227,10 @@ def test_a_line_that_a_crash_cut_is_forgotten_and_overwritten(tmp_path):
         with trace.file.open("ab") as file:
             file.write(b'{"parent": nu')
         store = await opened(tmp_path)
-        trace = store.get(trace.head.id)
+        trace = store.require_trace(trace.head.id)
         await store.add_turns(trace, [turn()])
         store = await opened(tmp_path)
-        assert len((await store.read(store.get(trace.head.id))).turns) == 2
+        assert len((await store.read_turns(store.require_trace(trace.head.id))).turns) == 2
 
     asyncio.run(main())
 
@@ -245,7 +245,7 @@ def test_a_failed_write_keeps_the_earlier_turns(tmp_path):
             await store.add_turns(trace, [turn()])
         moved.rename(trace.file)
         await store.add_turns(trace, [turn()])
-        assert len((await store.read(trace)).turns) == 2
+        assert len((await store.read_turns(trace)).turns) == 2
 
     asyncio.run(main())
 
@@ -254,7 +254,7 @@ def test_a_turn_of_a_deleted_trace_is_refused_and_leaves_no_file(tmp_path):
     async def main():
         store = await opened(tmp_path)
         trace, _key = await new_trace(store)
-        await store.delete(trace)
+        await store.remove_trace(trace)
         with pytest.raises(UnknownTrace):
             await store.add_turns(trace, [turn()])
         assert not [*store.folder.iterdir()]
