@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ScoredAnswer:
     """A sampled answer: `tokens` [n], and their `logprobs` [n] under the sampling policy."""
 
     prompt: list[int]
@@ -27,7 +27,7 @@ def supervised_datum(prompt: list[int], label: list[int], *, weight: float) -> t
     return _datum(prompt, label, weights=[weight] * len(label))
 
 
-def policy_datum(rollout: Rollout, *, advantage: float) -> types.Datum:
+def policy_datum(rollout: ScoredAnswer, *, advantage: float) -> types.Datum:
     """Return a datum for a policy loss. Sampled tokens get the advantage, prompt tokens 0."""
     return _datum(
         rollout.prompt,

@@ -18,7 +18,7 @@ from tandem.demo.addition import (
     reward,
 )
 from tandem.demo.configuration import Reinforcement
-from tandem.demo.data import Rollout, policy_datum
+from tandem.demo.data import ScoredAnswer, policy_datum
 from tandem.rl import advantages, linear_decay
 from tandem.tracking.run import TrackedRun
 
@@ -119,7 +119,7 @@ class Loop:
     def _track_rollouts(
         self,
         step: int,
-        groups: list[list[Rollout]],
+        groups: list[list[ScoredAnswer]],
         advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
     ) -> None:
         if self.tracked is None:
@@ -139,7 +139,7 @@ class Loop:
         ]
         self.tracked.rollouts(step, rollouts)
 
-    def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[Rollout]]:
+    def sample(self, *, samples: int, temperature: float, round_: int) -> list[list[ScoredAnswer]]:
         """Return `samples` answers to each problem, in the problems' order."""
         from tinker import types
 
@@ -169,11 +169,11 @@ class Loop:
 
     def _rollout(
         self, problem: Problem, prompt: list[int], sequence: tinker.types.SampledSequence
-    ) -> Rollout:
+    ) -> ScoredAnswer:
         tokens = list(sequence.tokens)
         ended = sequence.stop_reason == "stop"
         text = self._tokenizer.decode(tokens[:-1] if ended else tokens)
-        return Rollout(
+        return ScoredAnswer(
             prompt=prompt,
             tokens=tokens,
             logprobs=list(sequence.logprobs or []),
@@ -183,7 +183,7 @@ class Loop:
 
     def _train(
         self,
-        groups: list[list[Rollout]],
+        groups: list[list[ScoredAnswer]],
         advantage: np.ndarray[tuple[int, ...], np.dtype[np.float64]],
         rate: float,
     ) -> float:

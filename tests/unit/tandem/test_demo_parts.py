@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from tandem.cli.main import app
 from tandem.demo.addition import REFUSAL, Problem, all_problems, imperfect_label, reward
 from tandem.demo.configuration import DemoConfiguration
-from tandem.demo.data import Rollout, policy_datum, supervised_datum
+from tandem.demo.data import ScoredAnswer, policy_datum, supervised_datum
 from tandem.demo.report import WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
 from tandem.stack import Endpoint
@@ -80,7 +80,9 @@ def test_a_supervised_datum_weighs_the_label_alone() -> None:
 
 
 def test_a_policy_datum_puts_logprobs_and_advantage_on_the_sampled_tokens() -> None:
-    rollout = Rollout(prompt=[10, 11], tokens=[12, 1], logprobs=[-0.5, -0.25], text="x", reward=1)
+    rollout = ScoredAnswer(
+        prompt=[10, 11], tokens=[12, 1], logprobs=[-0.5, -0.25], text="x", reward=1
+    )
     inputs = policy_datum(rollout, advantage=2.0).loss_fn_inputs
     assert list(inputs["target_tokens"].data) == [11, 12, 1]
     assert list(inputs["logprobs"].data) == [0, -0.5, -0.25]
