@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
-from tandem.errors import LoadFailed, OperationTimedOut
+from tandem.errors import LoadFailed, OperationTimedOut, WorkerDied
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
@@ -23,6 +23,7 @@ class Refusals:
     def __init__(self, engine: ModelSampler) -> None:
         self.versions: set[str] = set()
         self.silent = False
+        self.refusals = 0
         self.sampled: set[str] = set()
         self._load, self._sample = engine.Load, engine.Sample
         engine.Load, engine.Sample = self.load, self.sample  # type: ignore[method-assign]
@@ -37,7 +38,9 @@ class Refusals:
     async def sample(self, request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
         self.sampled.add(request.version.name)
         if request.version.name in self.versions:
-            failure = LoadFailed("a tensor is missing").to_failure()
+            self.refusals += 1  # a sample that comes again and again must end
+            error = WorkerDied if self.refusals > 100 else LoadFailed
+            failure = error("a tensor is missing").to_failure()
             return sampler_pb2.SampleReply(failure=failure)
         return await self._sample(request)
 
