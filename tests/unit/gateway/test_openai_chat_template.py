@@ -190,7 +190,6 @@ def test_arguments_that_are_not_json_are_passed_on_as_text(arguments, shown):
             InvalidField,
             "tool_calls that are not a list",
         ),
-        (MESSAGES, {"tool_choice": "required", "tools": TOOLS}, InvalidField, "tool_choice"),
         (MESSAGES, {"continue_final_message": True}, InvalidField, "add_generation_prompt"),
         (
             MESSAGES,

@@ -66,9 +66,8 @@ def add(sampler, number: int) -> Future:
     future = Future(
         request_id=name, source="sample", describe=lambda: sampler.describe_sample(name)
     )
-    sampler.queue_sample(
-        SampleCall(future=future, request=sampler_pb2.SampleRequest(operation_id=name))
-    )
+    request = sampler_pb2.SampleRequest(operation_id=name)
+    sampler.queue_sample(SampleCall(future=future, request=request, check=lambda _version: None))
     return future
 
 
