@@ -35,7 +35,13 @@ from gateway.api.openai.routes import (
     sampling_operation,
     status_of,
 )
-from gateway.api.openai.schemas import ChatCompletion, ChatCompletionRequest, ErrorResponse, Json
+from gateway.api.openai.schemas import (
+    ChatCompletion,
+    ChatCompletionRequest,
+    ErrorResponse,
+    Json,
+    ParserName,
+)
 from gateway.api.request_body import JSON
 from gateway.api.routing import PathOperation, Refuses, Router, credential_of
 from gateway.core import Gateway
@@ -101,6 +107,8 @@ class NewTrace(BoundFields):
     them."""
 
     model: str = Field(min_length=1, max_length=400)
+    tool_parser: ParserName | None = None
+    reasoning_parser: ParserName | None = None
 
 
 class CreatedTrace(Answer):
