@@ -27,7 +27,7 @@ from sampler_service.vllm.parsers import MessageParser, ParsedAnswer
 from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled, SampleJob, Updates
 from tandem.errors import InternalError, InvalidRequest, TandemError
-from tandem.protocol.fencing import Fence, Refused
+from tandem.protocol.fencing import CallRefused, Fence
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc
 from tandem.wire.v1 import tinker_pb2
@@ -131,7 +131,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 await self._write(batch, context)
             if reading.done():
                 await reading
-        except Refused as refused:
+        except CallRefused as refused:
             await refused.abort(context)
         finally:
             reading.cancel()

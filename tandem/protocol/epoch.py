@@ -14,7 +14,7 @@ from typing import TypeAlias, TypeVar, cast
 import grpc
 import grpc.aio
 
-from tandem.protocol.fencing import Refused
+from tandem.protocol.fencing import CallRefused
 
 EPOCH_METADATA_KEY = "x-tandem-epoch"
 
@@ -90,7 +90,7 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
 
             try:
                 await answer(heard(), context)
-            except Refused as refused:
+            except CallRefused as refused:
                 await refused.abort(context)
 
         return answer_while_newest
@@ -98,8 +98,8 @@ class EpochInterceptor(grpc.aio.ServerInterceptor):
     async def _refuse(self, epoch: int, context: grpc.aio.ServicerContext[Request, Reply]) -> None:
         await self._refusal(epoch).abort(context)
 
-    def _refusal(self, epoch: int) -> Refused:
-        return Refused(
+    def _refusal(self, epoch: int) -> CallRefused:
+        return CallRefused(
             f"another gateway (epoch {self._newest}) has taken over from this one (epoch {epoch}); "
             "ask that one",
             ((NEWEST_EPOCH_METADATA_KEY, str(self._newest)),),

@@ -23,7 +23,7 @@ _Reply = TypeVar("_Reply")
 
 
 @dataclass
-class Refused(Exception):
+class CallRefused(Exception):
     """A stream's reader raises this, and its writer aborts the call after the last write. gRPC
     cannot abort a call during a write, and then never ends it."""
 
@@ -48,11 +48,11 @@ class Fence:
         """Abort the call unless it has the lease and the worker is awake."""
         try:
             self.require(context)
-        except Refused as refused:
+        except CallRefused as refused:
             await refused.abort(context)
 
     def require(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> None:
-        """Raises `Refused` unless the call has the lease and the worker is awake."""
+        """Raises `CallRefused` unless the call has the lease and the worker is awake."""
         if not self.leased:
             return
         token = self._token_of(context)
@@ -69,8 +69,8 @@ class Fence:
     def _token_of(self, context: grpc.aio.ServicerContext[_Request, _Reply]) -> int:
         return int(dict(context.invocation_metadata() or ()).get(LEASE_METADATA_KEY, 0))
 
-    def _refusal(self, token: int, why: str) -> Refused:
-        return Refused(
+    def _refusal(self, token: int, why: str) -> CallRefused:
+        return CallRefused(
             f"the worker was called with the lease {token}, its newest is {self._newest}: {why}",
             ((FENCED_METADATA_KEY, str(self._newest)),),
         )
