@@ -1,0 +1,197 @@
+"""Each objective learns one-digit addition, with a real trainer and engine, for `make nightly`.
+
+The policies begin as the demo's: warmed up on imperfect answers, right about half of the time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import tinker
+
+from tandem.demo.addition import all_problems, imperfect_label
+from tandem.demo.tiny_model import write_tiny_model
+from tandem.rl import (
+    OBJECTIVES,
+    DPOConfig,
+    Evaluation,
+    Example,
+    Judgement,
+    KTOConfig,
+    Preference,
+    Reference,
+    RLConfig,
+    SFTConfig,
+    dpo,
+    kto,
+    sft,
+    train,
+)
+from tests.support.stacks import TestStack, running
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
+
+MODEL = "test/addition"
+SEEDS = range(3)
+SUMS = [Example(each.prompt, {"answer": each.answer}) for each in all_problems()]
+CONFIG = RLConfig(
+    steps=12,
+    groups_per_step=100,
+    group_size=8,
+    max_tokens=4,
+    learning_rate=5e-4,
+    substeps=8,
+    grad_clip_norm=1.0,
+)
+WARM_UP = SFTConfig(batch_size=64, epochs=8, learning_rate=1e-3, grad_clip_norm=1.0)
+
+
+async def right(example: Example, answer: str) -> float:
+    return float(answer == example.data["answer"])
+
+
+async def wrong(example: Example, answer: str) -> float:
+    """Flips the sign of every advantage."""
+    return -(await right(example, answer))
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory) -> Iterator[TestStack]:
+    model = tmp_path_factory.mktemp("model")
+    write_tiny_model(model, seed=0)
+    settings = {"trainer_ranks": "1"}
+    with running(
+        tmp_path_factory.mktemp("data"), models={MODEL: model}, settings=settings
+    ) as stack:
+        yield stack
+
+
+@pytest.fixture(scope="module")
+def warm(stack: TestStack) -> str:
+    """The path of a policy that is right about half of the time."""
+    rng = random.Random(0)
+    problems = all_problems()
+    examples = [
+        Example(each.prompt, {"answer": imperfect_label(each, rng)})
+        for each in (rng.choice(problems) for _ in range(6400))
+    ]
+    with stack.service() as service:
+        training = service.create_lora_training_client(f"{MODEL}:full").result()
+        done = sft(training, examples, WARM_UP, tracked=False)
+        print(f"warm-up: loss {done.steps[0]['loss']:.2f} to {done.steps[-1]['loss']:.2f}")
+        return str(training.save_state("warm").result().path)
+
+
+@pytest.fixture(scope="module")
+def teacher(stack: TestStack, warm: str) -> str:
+    """The path of sampler weights that are right, trained by SFT."""
+    with started(stack, warm) as training:
+        config = replace(WARM_UP, epochs=40, batch_size=50, learning_rate=5e-4)
+        sft(training, SUMS, config, tracked=False)
+        return str(training.save_weights_for_sampler("teacher").result().path)
+
+
+@contextmanager
+def started(stack: TestStack, path: str) -> Iterator[tinker.TrainingClient]:
+    with stack.service() as service:
+        yield service.create_training_client_from_state(path).result()
+
+
+def learn(stack: TestStack, warm: str, reward, *, reference: str = "", **options) -> list[float]:
+    """Return the mean reward of each step, and at last that of greedy answers."""
+    config = replace(CONFIG, **options)
+    with started(stack, warm) as training, stack.service() as service:
+        scorer = None
+        if reference:
+            scorer = Reference(service.create_sampling_client(model_path=reference).result())
+        done = train(
+            training,
+            SUMS,
+            reward,
+            config,
+            evaluation=Evaluation(dataset=SUMS),
+            reference=scorer,
+            tracked=False,
+        )
+    return [abs(step.reward) for step in done.steps] + [abs(done.evaluations[-1].reward)]
+
+
+CASES = {
+    **{name: {"objective": name} for name in OBJECTIVES},
+    "grpo, tis": {"objective": "grpo", "objective_options": {"correction": "tis"}},
+    "grpo, KL": {"objective": "grpo", "kl_coefficient": 0.01},
+    "grpo, KL of the server": {
+        "objective": "grpo",
+        "kl_coefficient": 0.01,
+        "objective_options": {"kl_type": "k3"},
+    },
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_objective_learns_to_add(name, stack, warm, request):
+    needed = CASES[name].get("kl_coefficient") or CASES[name]["objective"] == "distillation"
+    reference = request.getfixturevalue("teacher") if needed else ""
+    for seed in SEEDS:
+        found = learn(stack, warm, right, seed=seed, reference=reference, **CASES[name])
+        print(f"{name}, seed {seed}: {[round(each, 2) for each in found]}")
+        assert found[-1] > 0.85 and found[-2] > found[0] + 0.1
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_an_objective_unlearns_with_its_sign_flipped(name, stack, warm, request, monkeypatch):
+    reward, reference = wrong, ""
+    if name == "distillation":
+        reward, reference = right, request.getfixturevalue("teacher")
+        away = replace(OBJECTIVES[name], reference_weight=-1.0)
+        monkeypatch.setitem(OBJECTIVES, name, away)
+    found = learn(stack, warm, reward, reference=reference, **{**CASES[name], "steps": 4})
+    print(f"{name}, flipped: {[round(each, 2) for each in found]}")
+    assert found[-2] < found[0]
+
+
+def accuracy(training: tinker.TrainingClient) -> float:
+    """The share of right greedy answers."""
+    tokenizer = training.get_tokenizer()
+    client = training.save_weights_and_get_sampling_client().result()
+    futures = [
+        client.sample(
+            tinker.types.ModelInput.from_ints(tokenizer.encode(each.prompt)),
+            num_samples=1,
+            sampling_params=tinker.types.SamplingParams(max_tokens=4, temperature=0.0),
+        )
+        for each in SUMS
+    ]
+    texts = [
+        tokenizer.decode(future.result().sequences[0].tokens, skip_special_tokens=True)
+        for future in futures
+    ]
+    return sum(text == each.data["answer"] for text, each in zip(texts, SUMS, strict=True)) / 100
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_preferences_teach_to_add(seed, stack, warm):
+    pairs = [
+        Preference(each.prompt, str(each.data["answer"]), bad)
+        for each in SUMS
+        for bad in ("?", str(int(str(each.data["answer"])) + 1), str(each.data["answer"]) + "0")
+    ]
+    settings = {"batch_size": 50, "epochs": 4, "learning_rate": 2e-4, "seed": seed}
+    with started(stack, warm) as training:
+        before = accuracy(training)
+        done = dpo(training, pairs, DPOConfig(**settings), evaluation=pairs[:50], tracked=False)
+        after = accuracy(training)
+    print(f"dpo, seed {seed}: {before:.2f} to {after:.2f}, {done.evaluations}")
+    assert done.evaluations[done.step]["accuracy"] > 0.95 and after >= before
+
+    judged = [Judgement(pair.prompt, pair.chosen, True) for pair in pairs[::3]]
+    judged += [Judgement(pair.prompt, pair.rejected, False) for pair in pairs]
+    with started(stack, warm) as training:
+        done = kto(training, judged, KTOConfig(**settings), tracked=False)
+        after = accuracy(training)
+    last = done.steps[-1]
+    print(f"kto, seed {seed}: {before:.2f} to {after:.2f}, {last}")
+    assert last["good_reward"] > last["bad_reward"] and after >= before
