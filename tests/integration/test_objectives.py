@@ -138,7 +138,7 @@ def test_an_objective_learns_to_add(name, stack, warm, request):
     for seed in SEEDS:
         found = learn(stack, warm, right, seed=seed, reference=reference, **CASES[name])
         print(f"{name}, seed {seed}: {[round(each, 2) for each in found]}")
-        assert found[-1] > 0.85 and found[-2] > found[0] + 0.1
+        assert found[-2] > found[0] + 0.1 and found[-1] > 0.8
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
