@@ -214,9 +214,9 @@ def _function(call: object) -> object:
     if not isinstance(function, Mapping):
         return call
     arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+    with suppress(ValueError, RecursionError):
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+        arguments = json.dumps(found, sort_keys=True)
     return function.get("name"), arguments
 
 

@@ -49,12 +49,13 @@ class TraceHead(BaseModel):
 @dataclass(eq=False, kw_only=True)
 class Trace:
     """An owner's trace. `bytes` is the size of its file. `conversations` is None unless the turns
-    are in memory."""
+    are in memory. `full` says that a turn did not fit."""
 
     head: TraceHead
     file: Path
     bytes: int
     conversations: Conversations | None = None
+    full: bool = False
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -129,11 +130,8 @@ class TraceStore:
         """Raise `TraceEnded` if the trace takes no more turns."""
         if trace.head.expires_at <= self.clock():
             raise TraceEnded(f"the trace {trace.head.id} has expired; create another one")
-        if trace.bytes >= TRACE_BYTES:
-            raise TraceEnded(
-                f"the trace {trace.head.id} has {TRACE_BYTES // 2**20} MiB, the most that a trace "
-                "may have; create another one"
-            )
+        if trace.full:
+            raise _full(trace)
 
     async def read_turns(self, trace: Trace) -> Conversations:
         """Return the trace's turns."""
@@ -141,13 +139,20 @@ class TraceStore:
             return await self._read(trace)
 
     async def add_turns(self, trace: Trace, turns: Sequence[RecordedTurn]) -> None:
-        """Write turns, and return when they are in the file. Raises `UnknownTrace` if the trace was
-        deleted meanwhile, and `StorageFailed`."""
+        """Write turns, and return when they are in the file. The client's end does not stop the
+        write, because the next one waits for it. Raises `TraceEnded` if the trace has no room,
+        `UnknownTrace` if it was deleted meanwhile, and `StorageFailed`."""
+        await asyncio.shield(asyncio.ensure_future(self._add_turns(trace, turns)))
+
+    async def _add_turns(self, trace: Trace, turns: Sequence[RecordedTurn]) -> None:
         async with trace.lock:
             conversations = await self._read(trace)
             if self._traces.get(trace.head.id) is not trace:
                 raise unknown_trace(trace.head.id)
-            lines = b"".join(map(encode_turn, turns))
+            lines = await asyncio.to_thread(lambda: b"".join(map(encode_turn, turns)))
+            if trace.bytes + len(lines) > TRACE_BYTES:
+                trace.full = True
+                raise _full(trace)
             try:
                 await asyncio.to_thread(_append, trace.file, lines, at=trace.bytes)
             except OSError as error:
@@ -219,6 +224,13 @@ def _read_file(file: Path) -> tuple[Conversations, int]:
     for line in lines:
         found.add_turn(decode_turn(line))
     return found, size
+
+
+def _full(trace: Trace) -> TraceEnded:
+    return TraceEnded(
+        f"a turn did not fit into the trace {trace.head.id}, because {TRACE_BYTES // 2**20} MiB is "
+        "the most that a trace may have; create another one"
+    )
 
 
 def unknown_trace(trace_id: str) -> UnknownTrace:

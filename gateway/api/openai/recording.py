@@ -29,8 +29,7 @@ class TurnRecording:
         self._trace = trace
         self._conversations = conversations
         self._request = request
-        shown = [request.shown_tools, request.documents, request.chat_template_kwargs]
-        self._digests = Digests(request.messages, shown)
+        self._digests: Digests | None = None
         self._parent: int | None = None
         self._repeated = 0
         self._prompt: Sequence[int] = ()
@@ -38,6 +37,9 @@ class TurnRecording:
     def prompt(self, tokenizer: ModelTokenizer, *, max_length: int | None) -> PreparedPrompt:
         """Return the recorded tokens of the longest conversation that the messages extend, and new
         tokens for the rest. Without one, tokenise all messages. Raises as `prompts_of`."""
+        request = self._request
+        shown = [request.shown_tools, request.documents, request.chat_template_kwargs]
+        self._digests = Digests(request.messages, shown)
         found = self._conversations.find_parent(self._digests)
         if found is not None:
             number, messages = found
@@ -61,6 +63,8 @@ class TurnRecording:
     ) -> None:
         """Record a turn for each sample. `version` has the step of samples that are not in flight.
         Raises `UnknownTrace` and `StorageFailed`."""
+        digests = self._digests
+        assert digests is not None
         await self._store.add_turns(
             self._trace,
             [
@@ -72,7 +76,7 @@ class TurnRecording:
                     versions=_versions(one, version),
                     messages=self._request.messages[self._repeated :],
                     answer=dict(answer),
-                    digest=self._digests.after(answer),
+                    digest=digests.after(answer),
                     stop_reason="length"
                     if one.stop_reason == tinker_pb2.STOP_REASON_LENGTH
                     else "stop",

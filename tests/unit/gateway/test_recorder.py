@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from array import array
 from collections import Counter
 from itertools import accumulate
@@ -196,9 +197,16 @@ def test_a_full_trace_takes_no_more_turns(tmp_path, monkeypatch):
         trace, _key = await new_trace(store)
         await store.add_turns(trace, [turn()])
         store.check_open(trace)
-        await store.add_turns(trace, [turn(), turn()])
+        for more in (
+            store.add_turns(trace, [turn(), turn()]),
+            store.add_turns(trace, [turn()] * 9),
+        ):
+            with pytest.raises(TraceEnded, match="the most that a trace may have"):
+                await more
         with pytest.raises(TraceEnded, match="the most that a trace may have"):
             store.check_open(trace)
+        assert trace.file.stat().st_size == trace.bytes < 3000
+        assert len((await store.read_turns(trace)).turns) == 1
 
     asyncio.run(main())
 
@@ -248,6 +256,39 @@ def test_a_failed_write_keeps_the_earlier_turns(tmp_path):
         assert len((await store.read_turns(trace)).turns) == 2
 
     asyncio.run(main())
+
+
+def test_a_client_that_ends_during_a_write_leaves_the_next_turn_whole(tmp_path, monkeypatch):
+    async def main():
+        store = await opened(tmp_path)
+        trace, _key = await new_trace(store)
+        begun, go_on, append = threading.Event(), threading.Event(), stores._append
+
+        def slow(file, lines, *, at):
+            begun.set()
+            assert go_on.wait(30)
+            append(file, lines, at=at)
+
+        monkeypatch.setattr(stores, "_append", slow)
+        first = asyncio.create_task(store.add_turns(trace, [turn(digest=b"1")]))
+        await asyncio.to_thread(begun.wait, 30)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        monkeypatch.setattr(stores, "_append", append)
+        second = asyncio.create_task(store.add_turns(trace, [turn(digest=b"2")]))
+        asyncio.get_running_loop().call_later(0.2, go_on.set)
+        await second
+        store = await opened(tmp_path)
+        found = await store.read_turns(store.require_trace(trace.head.id))
+        assert [each.digest for each in found.turns] == [b"1", b"2"]
+
+    asyncio.run(main())
+
+
+def test_a_repeated_call_may_have_arguments_of_any_depth():
+    call = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    assert len(Digests([{"role": "assistant", "tool_calls": [call]}], [])) == 2
 
 
 def test_a_turn_of_a_deleted_trace_is_refused_and_leaves_no_file(tmp_path):
