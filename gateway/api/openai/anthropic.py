@@ -3,6 +3,7 @@ chats: requests, answers, events of a stream, and errors."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -176,11 +177,14 @@ def _messages(message: AnthropicMessage, at: str) -> list[Json]:
     for block in message.content:
         match block.get("type"):
             case "tool_result":
-                content = _text(cast(Any, block.get("content") or ""), at)
+                content = _text(block.get("content") or "", at)
                 found: Json = {"role": "tool", "tool_call_id": block.get("tool_use_id")}
                 results.append({**found, "content": content})
             case "tool_use":
-                arguments = orjson.dumps(block.get("input") or {}).decode()
+                # Unlike orjson, this writes numbers of any size.
+                arguments = json.dumps(
+                    block.get("input") or {}, ensure_ascii=False, separators=(",", ":")
+                )
                 function = {"name": block.get("name"), "arguments": arguments}
                 calls.append({"id": block.get("id"), "type": "function", "function": function})
             case "thinking":
@@ -199,9 +203,11 @@ def _messages(message: AnthropicMessage, at: str) -> list[Json]:
     return [*results, said]
 
 
-def _text(content: str | Sequence[object], at: str) -> str:
+def _text(content: object, at: str) -> str:
     if isinstance(content, str):
         return content
+    if not isinstance(content, list):
+        raise InvalidField(f"{at} has a content that is neither a text nor blocks", param=at)
     texts = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None

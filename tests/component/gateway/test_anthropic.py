@@ -193,3 +193,13 @@ def test_a_streamed_message_is_recorded(gate):
     with client.messages.stream(model="claude", max_tokens=8, messages=[USER]) as stream:
         assert stream.get_final_text() == "yo"
     assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>"]
+
+
+def test_unusual_blocks_are_refused_or_shown_and_never_a_fault_of_the_server(gate, client):
+    says(gate, "yo")
+    call = {"type": "tool_use", "id": "1", "name": "f", "input": {"n": 10**30}}
+    answer = say(client, USER, {"role": "assistant", "content": [call]}, USER)
+    assert answer.content[0].text == "yo"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": 5}
+    with pytest.raises(anthropic.BadRequestError, match="neither a text nor blocks"):
+        say(client, USER, {"role": "user", "content": [result]})
