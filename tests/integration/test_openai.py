@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import openai
 import pytest
@@ -134,6 +136,40 @@ def test_a_streamed_chat_is_the_one_that_is_not_streamed(client):
     rendered = "[system] Be kind.<eos>[user] Hello?<eos>[assistant] "
     special = 2 * (len("<eos>") - 1)  # one token for each character, and one for each of these
     assert whole.usage.prompt_tokens == len(rendered) - special
+
+
+@pytest.mark.nightly
+def test_an_in_flight_answer_goes_on_with_a_later_save_and_names_both_versions(client, training):
+    """Each attempt asks for twice as many answers, until a save finds some unfinished."""
+
+    def ask(**more):
+        body = {"in_flight": True, "return_token_ids": True, "ignore_eos": True}
+        return client.completions.create(
+            model=training.model_id, prompt=PROMPT, extra_body=body, **more
+        )
+
+    training.save_weights_for_sampler("in-flight-0").result(timeout=240)
+    for attempt in range(1, 6):
+        before = ask(max_tokens=1).tandem_weight_version
+        with ThreadPoolExecutor(2**attempt) as pool:
+            asked = [pool.submit(ask, n=48, max_tokens=200) for _ in range(2**attempt)]
+            data = [supervised([5, 6, 7, 8, 9 + attempt])]
+            training.forward_backward(data, "cross_entropy")
+            training.optim_step(types.AdamParams(learning_rate=1e-3))
+            training.save_weights_for_sampler(f"in-flight-{attempt}").result(timeout=240)
+            after = ask(max_tokens=1).tandem_weight_version
+            answers = [each.result(timeout=240) for each in asked]
+        choices = [choice for answer in answers for choice in answer.choices]
+        for choice in choices:
+            told = [run["tokens"] for run in choice.tandem_versions]
+            assert sum(told) == len(choice.token_ids) == 200
+        carried = [each for each in choices if len(each.tandem_versions) > 1]
+        if carried:
+            break
+    for choice in carried:
+        assert [run["version"] for run in choice.tandem_versions] == [before, after]
+    assert carried, "each save came after all answers"
+    assert {answer.tandem_weight_version for answer in answers} <= {before, after}
 
 
 def test_a_request_after_a_save_is_answered_with_the_new_weights(client, training):
