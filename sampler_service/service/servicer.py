@@ -184,13 +184,9 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         answers: dict[int, ParsedAnswer] = {}
         try:
             while deltas := await buffer.next_deltas():
+                if request.HasField("parse"):  # slow for a long or strange answer
+                    await asyncio.to_thread(self._add_messages, request, deltas, answers)
                 for delta in deltas:
-                    if request.HasField("parse"):
-                        if delta.index not in answers:
-                            answers[delta.index] = self._messages.open_answer(request)
-                        delta.tandem_message = answers[delta.index].push(
-                            array("i", delta.tokens), finished=delta.finished
-                        )
                     await self._write(sampler_pb2.SampleEvent(delta=delta), context)
             await self._write(sampler_pb2.SampleEvent(reply=await answer), context)
         finally:
@@ -271,6 +267,19 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         except Exception as error:  # noqa: BLE001 - as above
             return self._refused(request, error)
         return reply
+
+    def _add_messages(
+        self,
+        request: sampler_pb2.SampleRequest,
+        deltas: Sequence[sampler_pb2.SampleDelta],
+        answers: dict[int, ParsedAnswer],
+    ) -> None:
+        for delta in deltas:
+            if delta.index not in answers:
+                answers[delta.index] = self._messages.open_answer(request)
+            delta.tandem_message = answers[delta.index].push(
+                array("i", delta.tokens), finished=delta.finished
+            )
 
     def _with_messages(
         self, request: sampler_pb2.SampleRequest, reply: sampler_pb2.SampleReply

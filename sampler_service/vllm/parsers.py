@@ -20,6 +20,8 @@ _PROMPT_END = 32
 """Tokens at a prompt's end that may open a reasoning."""
 _CONTEXT = 4
 _INCOMPLETE = "\ufffd"
+_MOST_WAITS = 3
+"""Further tokens that may complete a character of UTF-8. A model may also write no UTF-8."""
 
 ParserMaker = Callable[[bool], Any]
 """Makes vLLM's parser of a request, with or without its reasoning parser. None without any."""
@@ -103,6 +105,7 @@ class ParsedAnswer:
         self._context: Sequence[int] = ()
         self._ids: list[int] = []
         self._text = ""
+        self._waits = 0
         self._calls: dict[int, dict[str, str]] = {}
 
     def whole(self, tokens: Sequence[int]) -> str:
@@ -131,7 +134,9 @@ class ParsedAnswer:
         before = self._decode(self._context)
         self._text = self._decode([*self._context, *self._ids])[len(before) :]
         if not finished and self._must_wait():
+            self._waits += 1
             return ""
+        self._waits = 0
         ids, text = self._ids, self._text[: self._stop_in(self._text)]
         self._context, self._ids, self._text = ids[-_CONTEXT:] or self._context, [], ""
         if not self._decided:
@@ -165,7 +170,7 @@ class ParsedAnswer:
         """Return whether the new text may end within a character, a stop string or the mark of the
         reasoning's start."""
         text = self._text
-        if text.endswith(_INCOMPLETE) or any(
+        if (text.endswith(_INCOMPLETE) and self._waits < _MOST_WAITS) or any(
             text.endswith(stop[:size]) for stop in self._stops for size in range(1, len(stop) + 1)
         ):
             return True
@@ -188,7 +193,17 @@ class ParsedAnswer:
 
 
 def _message(reasoning: str | None, content: str | None, calls: list[dict[str, str]]) -> str:
-    return json.dumps({"reasoning": reasoning, "content": content, "tool_calls": calls})
+    found = {
+        "reasoning": _whole(reasoning),
+        "content": _whole(content),
+        "tool_calls": [{name: _whole(text) for name, text in call.items()} for call in calls],
+    }
+    return json.dumps(found)
+
+
+def _whole(text: str | None) -> str | None:
+    """Replace halves of surrogate pairs, which a model may write in JSON and no client reads."""
+    return text and text.encode("utf-8", "replace").decode()
 
 
 def _parser_class(tool_parser: str, reasoning_parser: str) -> Any:

@@ -106,6 +106,23 @@ def test_a_character_of_several_tokens_arrives_whole(tokenizer):
         assert found["content"] == "€ and 日本"
 
 
+def test_a_stream_waits_for_no_character_that_never_comes(tokenizer):
+    (half,) = {tokenizer.encode("€", add_special_tokens=False)[0]}
+    stream = MessageParser(tokenizer.folder, []).open_answer(request(tokenizer))
+    assert "\ufffd" in tokenizer.decode([half])
+    said = [stream.push([half], finished=False) for _ in range(100)]
+    assert sum(map(bool, said)) >= 20
+    text = "".join(json.loads(each)["content"] for each in said if each)
+    assert text == tokenizer.decode([half] * 100)
+
+
+def test_half_a_character_in_a_call_becomes_one_that_clients_read(tokenizer):
+    for found in parsed(tokenizer, CALL.replace("1", '"\\ud800"')):
+        text = json.dumps(found, ensure_ascii=False)
+        assert "add" in text
+        text.encode()
+
+
 def test_reasoning_alone_can_be_parsed(tokenizer):
     for found in parsed(tokenizer, f"<think>a</think>{CALL}", tools=(), tool_parser=""):
         assert found["reasoning"] == "a"
