@@ -8,10 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
+from tandem.errors import describe
 from tandem.rl.collector import Collector, Sampling, all_of
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.policy import RolloutSampler
+from tandem.rl.rewards import RewardFailed
 from tandem.rl.rollouts import Example, Group
 
 _CONCURRENCY = 64
@@ -75,8 +77,12 @@ class Evaluations:
         self._turn = asyncio.Lock()
         self._running: set[asyncio.Task[None]] = set()
 
-    def evaluate_later(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
-        task = self._tasks.create_task(self._evaluate(step, snapshot))
+    def evaluate_later(
+        self, step: int, snapshot: Awaitable[RolloutSampler], *, policy_step: int
+    ) -> None:
+        # Nobody else's wait for the snapshot ends with the evaluation's.
+        kept = asyncio.shield(asyncio.ensure_future(snapshot))
+        task = self._tasks.create_task(self._evaluate(step, kept, policy_step))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
@@ -85,20 +91,26 @@ class Evaluations:
         if self._running:
             await asyncio.wait(self._running)
 
-    async def _evaluate(self, step: int, snapshot: Awaitable[RolloutSampler]) -> None:
-        sampler = await snapshot
+    async def _evaluate(
+        self, step: int, snapshot: Awaitable[RolloutSampler], policy_step: int
+    ) -> None:
+        rewards: list[float] = []
         async with self._turn:
             try:
                 async with asyncio.timeout(self._evaluation.timeout):
-                    groups = await evaluate(self._evaluation, self._collector, sampler)
+                    groups = await evaluate(self._evaluation, self._collector, await snapshot)
                 rewards = [reward for group in groups for reward in group.rewards]
                 failure = "" if rewards else self._collector.last_failure
             except TimeoutError:
-                rewards, failure = [], f"it took longer than {self._evaluation.timeout:g} s"
+                failure = f"it took longer than {self._evaluation.timeout:g} s"
+            except RewardFailed:
+                raise
+            except Exception as error:  # noqa: BLE001 - the training does not need a score
+                failure = describe(error, typed=True)
         self._note(
             Score(
                 step=step,
-                policy_step=sampler.step,
+                policy_step=policy_step,
                 reward=fmean(rewards) if rewards else math.nan,
                 rollouts=len(rewards),
                 failure=failure,

@@ -258,7 +258,8 @@ class _Loop:
     def _start_evaluation(self) -> None:
         """Evaluate the present weights. The snapshot is asked for before the next gradients."""
         if self._evaluations is not None and self._is_due(self._config.evaluate_every):
-            self._evaluations.evaluate_later(self._step, self._policy.snapshot())
+            policy = self._policy
+            self._evaluations.evaluate_later(self._step, policy.snapshot(), policy_step=policy.step)
 
     def _is_due(self, every: int) -> bool:
         """Whether this step is the last one, or a multiple of `every`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -289,6 +290,30 @@ async def test_a_background_evaluation_equals_that_of_a_paused_loop():
         5: background[5],
     }
     assert len(set(background.values())) == 3
+
+
+class _NoSnapshots(FakePolicy):
+    """A snapshot for an evaluation never comes, or is refused."""
+
+    def __init__(self, *, refused: bool) -> None:
+        super().__init__()
+        self._refused = refused
+
+    async def snapshot(self):
+        if self._refused:
+            raise RuntimeError("the disk is full")
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize(("refused", "why"), [(True, "disk is full"), (False, "longer than 9 s")])
+@in_virtual_time
+async def test_a_loop_ends_well_without_the_snapshot_of_an_evaluation(refused, why):
+    evaluation = replace(EVALUATION, timeout=9.0)
+    result = await run(_NoSnapshots(refused=refused), a_config(), evaluation=evaluation)
+    assert result.step == 10
+    [score] = result.evaluations
+    assert (score.step, score.policy_step, score.rollouts) == (10, 10, 0)
+    assert why in score.failure
 
 
 # --- Continuing --------------------------------------------------------------------------------
