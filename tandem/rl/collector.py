@@ -26,14 +26,14 @@ MakeEnvironment: TypeAlias = Callable[[], Environment]
 
 
 def makes_environments(thing: Reward | MakeEnvironment) -> TypeGuard[MakeEnvironment]:
-    """Whether it is called without arguments. A reward has two: the example and the answer."""
-    if hasattr(thing, "reset"):
+    """Whether it is called without arguments. A reward has two, the example and the answer, which
+    may be `*args` behind a decorator."""
+    if hasattr(getattr(thing, "func", thing), "reset"):  # a class, or a partial of one
         return True
     needed = [
         parameter
         for parameter in inspect.signature(thing).parameters.values()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
     ]
     return not needed
 
