@@ -122,4 +122,4 @@ def _content(message: Message) -> str:
 
 def weights_of(prompt: Sequence[int], answer: Sequence[int]) -> Floats:
     """Return 1 for each token of the answer, and 0 for the prompt's, from the second token on."""
-    return np.array([0.0] * (len(prompt) - 1) + [1.0] * len(answer))
+    return np.array([0.0] * len(prompt) + [1.0] * len(answer))[1:]

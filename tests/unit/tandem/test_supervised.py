@@ -20,7 +20,7 @@ from tandem.rl import (
     sft,
 )
 from tandem.rl.environments import Renderer
-from tandem.rl.sft import answers_of
+from tandem.rl.sft import answers_of, weights_of
 from tests.support.bandit import Table, TableClient, TableReference
 
 SETTINGS = {"batch_size": 4, "learning_rate": 0.1, "epochs": 40}
@@ -206,3 +206,8 @@ def test_wrong_settings_are_refused():
         SFTConfig(batch_size=0, learning_rate=1.0)
     with pytest.raises(ValueError, match="needs `out`"):
         SFTConfig(batch_size=1, learning_rate=1.0, save_every=1)
+
+
+def test_an_answer_to_an_empty_prompt_has_a_weight_for_each_target():
+    assert weights_of([], [5, 6, 7]).tolist() == [1.0, 1.0]
+    assert weights_of([1, 2], [5]).tolist() == [0.0, 1.0]
