@@ -125,7 +125,7 @@ class Objective:
             return np.zeros(len(group.rollouts))
         rewards = np.asarray(group.rewards, np.float64)
         if self.overlong_buffer:
-            lengths = np.array([rollout.sampled_tokens for rollout in group.rollouts])
+            lengths = np.array([_longest_answer(rollout) for rollout in group.rollouts])
             rewards = rewards + soft_overlong(
                 lengths, longest=self.max_tokens, buffer=self.overlong_buffer
             )
@@ -241,6 +241,11 @@ async def _in_turns(items: Iterable[Item]) -> AsyncIterator[Item]:
         if number % 32 == 31:
             await asyncio.sleep(0)
         yield item
+
+
+def _longest_answer(rollout: Rollout) -> int:
+    """`max_tokens` bounds an answer. An episode may have more."""
+    return max((len(turn.tokens) for turn in rollout.turns), default=0)
 
 
 def _differ(rewards: Sequence[float]) -> bool:

@@ -144,6 +144,13 @@ def test_long_answers_lose_reward_before_the_bound():
     assert made.advantages(answers) == pytest.approx(grpo(np.array([[1.0, 0.5, 0.0]]))[0])
 
 
+def test_a_long_episode_of_short_answers_loses_no_reward():
+    made = objective("dapo", max_tokens=20, overlong_buffer=10)
+    short = rollout(1, tokens=10)
+    answers = group(replace(short, turns=[*short.turns] * 3), rollout(0, tokens=10))
+    assert made.advantages(answers) == pytest.approx(grpo(np.array([[1.0, 0.0]]))[0])
+
+
 async def test_nothing_is_learned_from_a_truncated_answer_if_asked():
     answers = group(rollout(1), rollout(0, stop_reason="length"))
     _right, truncated = await objective("grpo", mask_truncated=True).data([answers])
