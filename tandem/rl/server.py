@@ -67,9 +67,9 @@ class TandemServer:
 
         try:
             answer = self._client.get(path, params=query)
-        except httpx.HTTPError:
+            return answer.json() if answer.is_success else None
+        except (httpx.HTTPError, ValueError):  # a proxy may answer with a page of its own
             return None
-        return answer.json() if answer.is_success else None
 
 
 def find_server(training: tinker.TrainingClient) -> TandemServer | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
+import httpx
 import pytest
 
 from tandem.rl import Example
@@ -127,3 +128,9 @@ async def test_the_load_is_that_of_the_awake_engines():
     assert await knows(policy, _Routes({"samplers/run": asleep})).load() is None
     assert await knows(policy, _Routes({})).load() is None
     assert await knows(policy, None).load() is None
+
+
+def test_a_page_of_a_proxy_counts_as_a_silent_gateway():
+    page = httpx.MockTransport(lambda _request: httpx.Response(200, text="<html>"))
+    with httpx.Client(transport=page, base_url="http://gateway") as client:
+        assert TandemServer(client, run_id="run").load() is None
