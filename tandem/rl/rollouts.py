@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -48,12 +49,9 @@ class Rollout:
 
     @property
     def oldest_step(self) -> int:
-        """The optimizer step of the oldest weights behind its tokens."""
-        return min((step for turn in self.turns for step in turn.steps), default=0)
-
-    @property
-    def sampled_tokens(self) -> int:
-        return sum(len(turn.tokens) for turn in self.turns)
+        """The optimizer step of the oldest weights behind its tokens. Without a token it is never
+        old."""
+        return min((step for turn in self.turns for step in turn.steps), default=sys.maxsize)
 
     @property
     def truncated(self) -> bool:
@@ -72,7 +70,7 @@ class Group:
 
     @property
     def oldest_step(self) -> int:
-        return min((rollout.oldest_step for rollout in self.rollouts), default=0)
+        return min((rollout.oldest_step for rollout in self.rollouts), default=sys.maxsize)
 
     @property
     def rewards(self) -> list[float]:

@@ -126,6 +126,28 @@ async def test_no_trained_token_is_older_than_the_bound_and_old_examples_are_dra
     assert policy.most_sampling <= 3 * 4 * 2, "a group that is drawn again keeps its place"
 
 
+class _SilentAnswers(FakePolicy):
+    """The second answer of each group has no token."""
+
+    async def answer(self, state, prompt, **settings):
+        first, second = await super().answer(state, prompt, **settings)
+        return [first, replace(second, tokens=[], logprobs=[], steps=[])]
+
+
+async def one_for_words(example: Example, answer: str) -> float:
+    return float(bool(answer))
+
+
+@in_virtual_time
+async def test_an_answer_without_tokens_is_never_stale():
+    longer = [Example([7, number, 9]) for number in range(40)]
+    config = a_config(off_by=1)
+    async with asyncio.timeout(100):
+        result = await run(_SilentAnswers(), config, dataset=longer, reward=one_for_words)
+    assert result.step == 10
+    assert "stale" not in result.dropped
+
+
 @in_virtual_time
 async def test_a_sync_has_a_deadline():
     policy = FakePolicy(syncing=20.0)
