@@ -108,16 +108,15 @@ class Conversations:
             found += turn.tokens
         return found
 
-    def sequences(self) -> list[TrainingSequence]:
-        """Return a sequence for each turn without successor. Each sampled token has the mask 1 in
-        one of them."""
-        parents = {turn.parent for turn in self.turns}
+    def sequences(self) -> Iterator[TrainingSequence]:
+        """Yield a sequence for each present turn without successor. Each sampled token has the mask
+        1 in one of them."""
+        count = len(self.turns)
+        parents = {turn.parent for turn in self.turns[:count]}
         trained: set[int] = set()
-        return [
-            self._sequence(number, trained)
-            for number in range(len(self.turns))
-            if number not in parents
-        ]
+        for number in range(count):
+            if number not in parents:
+                yield self._sequence(number, trained)
 
     def _sequence(self, last: int, trained: set[int]) -> TrainingSequence:
         tokens: list[int] = []

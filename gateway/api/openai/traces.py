@@ -3,7 +3,7 @@ training. Also Anthropic's route without a trace."""
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Iterator
 from typing import Annotated, Any, cast
 
 import orjson
@@ -11,7 +11,7 @@ from fastapi import Depends
 from fastapi import Response as PlainResponse
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Scope
 
 from gateway.api.bounds import BoundFields
@@ -88,6 +88,7 @@ anthropic_agent_router = Router(
     status_of=status_of,
     route_class=TraceOperation,
 )
+_PART_BYTES = 2**20
 ANTHROPIC_RESPONSES = sampled(AnthropicAnswer, "With `stream`: Anthropic's events")
 
 
@@ -189,8 +190,7 @@ async def create_trace(
 async def get_trace(trace: TraceDep, access: AccessDep) -> Response:
     """Return the recorded turns as sequences for training."""
     conversations = await access.gateway.recorder.read_turns(trace)
-    content = await asyncio.to_thread(_encode, trace, conversations)
-    return Response(content, media_type=JSON)
+    return StreamingResponse(_encode(trace, conversations), media_type=JSON)
 
 
 @router.operation("DELETE", "/{trace_id}", role="member", audit="trace_delete")
@@ -268,18 +268,24 @@ async def start_recording(
     return TurnRecording(recorder, trace, await recorder.read_turns(trace), body)
 
 
-def _encode(trace: Trace, conversations: Conversations) -> bytes:
+def _encode(trace: Trace, conversations: Conversations) -> Iterator[bytes]:
+    """Yield the JSON of a `TraceInfo`. Many branches may repeat the tokens of a long conversation,
+    so only one sequence at a time is in memory."""
     head = trace.head
-    return orjson.dumps(
-        {
-            "id": head.id,
-            "model": head.model,
-            "expires": head.expires_at,
-            "bytes": trace.bytes,
-            "turns": len(conversations.turns),
-            "sequences": [_described(each) for each in conversations.sequences()],
-        },
-    )
+    about = {
+        "id": head.id,
+        "model": head.model,
+        "expires": head.expires_at,
+        "bytes": trace.bytes,
+        "turns": len(conversations.turns),
+    }
+    ready = orjson.dumps(about)[:-1] + b',"sequences":['
+    for number, sequence in enumerate(conversations.sequences()):
+        ready += (b"," if number else b"") + orjson.dumps(_described(sequence))
+        if len(ready) >= _PART_BYTES:
+            yield ready
+            ready = b""
+    yield ready + b"]}"
 
 
 def _described(found: TrainingSequence) -> dict[str, Any]:

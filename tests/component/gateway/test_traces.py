@@ -9,6 +9,7 @@ import openai
 import pytest
 import tinker
 
+from gateway.api.openai import traces
 from tests.support.gateway.speaking_models import (
     byte_tokenizer,
     says,
@@ -207,3 +208,17 @@ def test_a_trace_goes_on_after_a_new_gateway(tmp_path):
         trace.client = openai.OpenAI(base_url=url, api_key=trace.key, max_retries=0)
         trace.say("ok", USER, {"role": "assistant", "content": "yo"}, USER)
         assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>ok<eos>"]
+
+
+def test_a_trace_with_many_branches_is_read_in_parts(gate, monkeypatch):
+    monkeypatch.setattr(traces, "_PART_BYTES", 100)
+    trace = Trace(gate)
+    trace.say("yo", USER)
+    asked = [USER, {"role": "assistant", "content": "yo"}, USER]
+    trace.say("a", *asked, n=20)
+    with gate.http().stream("GET", trace.url) as response:
+        assert "content-length" not in response.headers
+        response.read()
+    found = response.json()
+    assert (found["turns"], len(found["sequences"])) == (21, 20)
+    assert [sampled_of(each) for each in found["sequences"]] == ["yo<eos>a<eos>", *["a<eos>"] * 19]
