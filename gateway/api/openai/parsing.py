@@ -110,21 +110,23 @@ def forced_form(request: ChatCompletionRequest) -> Json | None:
 
 
 def forced_message(request: ChatCompletionRequest, text: str) -> Json:
-    """Return the parsed message of an answer that had to call a tool. Text that was cut off is
-    content."""
+    """Return the parsed message of an answer that had to call a tool. Text that was cut off, or
+    has another form, is content."""
     name = forced_tool(request)
     try:
         found = orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return {"content": text}
-    if name:
-        return {"tool_calls": [{"name": name, "arguments": text}]}
-    return {
-        "tool_calls": [
-            {"name": call["name"], "arguments": json.dumps(call["parameters"], ensure_ascii=False)}
+        if name:
+            return {"tool_calls": [{"name": name, "arguments": text}]}
+        calls = [
+            {
+                "name": str(call["name"]),
+                "arguments": json.dumps(call["parameters"], ensure_ascii=False),
+            }
             for call in found
         ]
-    }
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return {"content": text}
+    return {"tool_calls": calls}
 
 
 def tool_call(call: Mapping[str, object]) -> Json:
