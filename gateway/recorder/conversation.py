@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import nan
 
 import orjson
 
@@ -185,7 +186,8 @@ def decode_turn(line: bytes) -> RecordedTurn:
         parent=fields["parent"],
         prompt=array("i", fields["prompt"]),
         tokens=array("i", fields["tokens"]),
-        logprobs=array("f", fields["logprobs"]),
+        # JSON has no NaN, which broken weights give.
+        logprobs=array("f", [nan if each is None else each for each in fields["logprobs"]]),
         versions=[RecordedVersion(*run) for run in fields["versions"]],
         messages=fields["messages"],
         answer=fields["answer"],

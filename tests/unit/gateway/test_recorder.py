@@ -291,6 +291,18 @@ def test_a_repeated_call_may_have_arguments_of_any_depth():
     assert len(Digests([{"role": "assistant", "tool_calls": [call]}], [])) == 2
 
 
+def test_a_turn_of_broken_weights_is_read_again_with_its_nan(tmp_path):
+    async def main():
+        store = await opened(tmp_path)
+        trace, _key = await new_trace(store)
+        await store.add_turns(trace, [turn(tokens=[2, 3], logprobs=[float("nan"), -1.0])])
+        store = await opened(tmp_path)
+        (found,) = (await store.read_turns(store.require_trace(trace.head.id))).turns
+        assert str([*found.logprobs]) == "[nan, -1.0]"
+
+    asyncio.run(main())
+
+
 def test_a_turn_of_a_deleted_trace_is_refused_and_leaves_no_file(tmp_path):
     async def main():
         store = await opened(tmp_path)
