@@ -131,7 +131,7 @@ class RewardPool:
         worker = await self._free.get()
         usable = False
         try:
-            if not worker.started:
+            if not worker.alive:
                 await worker.start()
             async with asyncio.timeout(self._timeout):
                 outcome = await worker.score(example, answer)
@@ -183,8 +183,12 @@ class _RewardWorker:
         self._process: int | None = None
 
     @property
-    def started(self) -> bool:
-        return self._process is not None
+    def alive(self) -> bool:
+        """Whether it has started, and did not die since its last answer."""
+        processes = (self._executor and self._executor._processes) or {}
+        return self._process is not None and any(
+            process.is_alive() for process in list(processes.values())
+        )
 
     async def start(self) -> None:
         """Raises `RewardFailed` if the process does not start."""
@@ -230,9 +234,11 @@ class _RewardWorker:
         if executor is None:
             return
         # A process that hangs in an import has not told its id. Python 3.14 has `kill_workers`.
-        for process in list((executor._processes or {}).values()):
-            process.kill()
+        # `shutdown` waits for one that a thread starts just now, and forgets the processes.
+        processes = executor._processes or {}
         executor.shutdown(wait=False, cancel_futures=True)
+        for process in list(processes.values()):
+            process.kill()
 
 
 def _number(value: object) -> _Outcome:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -137,6 +138,44 @@ async def test_a_cancelled_score_frees_its_process():
         score.cancel()
         assert await pool.score(FIVE, "5") == 1.0
     assert not pool.failures
+
+
+async def test_a_process_that_died_between_two_answers_costs_none():
+    async with RewardPool(by_command, processes=1) as pool:
+        assert await pool.score(FIVE, "5") == 1.0
+        [process] = [worker._process for worker in pool._workers]
+        os.kill(process, signal.SIGKILL)
+        await until(lambda: not runs(process), what="it has ended")
+        assert await pool.score(FIVE, "5") == 1.0
+    assert not pool.failures
+
+
+class SlowToLoad:
+    def __setstate__(self, state: object) -> None:
+        time.sleep(3600)
+
+    def __getstate__(self) -> object:
+        return {"slow": True}
+
+    def __call__(self, example: Example, answer: str) -> float:
+        return 1.0
+
+
+async def test_processes_end_with_a_pool_that_ends_while_they_start():
+    before = set(psutil.Process().children())
+    for pauses in range(5):
+        async with RewardPool(SlowToLoad(), processes=2):
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+
+    def others() -> set[psutil.Process]:
+        return {
+            child
+            for child in set(psutil.Process().children()) - before
+            if runs(child.pid) and "resource_tracker" not in " ".join(child.cmdline())
+        }
+
+    await until(lambda: not others(), what="all have ended")
 
 
 async def test_processes_end_with_the_pool_and_with_late_rewards(tmp_path):
