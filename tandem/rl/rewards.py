@@ -235,9 +235,9 @@ class _RewardWorker:
             return
         # A process that hangs in an import has not told its id. Python 3.14 has `kill_workers`.
         # `shutdown` waits for one that a thread starts just now, and forgets the processes.
-        processes = executor._processes or {}
+        processes = executor._processes  # empty until then, so no copy
         executor.shutdown(wait=False, cancel_futures=True)
-        for process in list(processes.values()):
+        for process in list((processes or {}).values()):
             process.kill()
 
 
