@@ -19,8 +19,8 @@ class RLConfig:
     settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k steps old.
     `in_flight` continues running answers with new weights. `max_concurrency` bounds rollouts under
     way. `reward_failure` says what a failed reward means. `evaluate_every` and `save_every` are in
-    steps, and 0 means never. `out` is a folder for the state: a loop with the same folder
-    continues. `name`, `tags` and all settings go to the run's record."""
+    steps. With 0, only the last step counts. `out` is a folder for the state: a loop with the same
+    folder continues. `name`, `tags` and all settings go to the run's record."""
 
     steps: int
     groups_per_step: int
@@ -56,6 +56,11 @@ class RLConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
         if self.group_size < 1:
             raise ValueError(f"group_size is {self.group_size}; at least 1 is needed")
+        if self.substeps > self.groups_per_step:
+            raise ValueError(
+                f"substeps is {self.substeps}; each needs a group, and groups_per_step is "
+                f"{self.groups_per_step}"
+            )
         if self.off_by < 0:
             raise ValueError(f"off_by is {self.off_by}; 0 is synchronous, k > 0 asynchronous")
         if self.in_flight and not self.off_by:

@@ -418,6 +418,11 @@ def test_a_state_of_another_seed_or_dataset_is_refused(tmp_path):
     run_in_virtual_time(scenario())
 
 
+def test_each_substep_needs_a_group():
+    with pytest.raises(ValueError, match="substeps is 5; each needs a group"):
+        a_config(substeps=5)
+
+
 def test_saving_needs_a_folder():
     with pytest.raises(ValueError, match="save_every needs `out`"):
         train(FakePolicy(), numbered(4), by_answer, a_config(save_every=1))
