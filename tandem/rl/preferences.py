@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tinker import types
 
 _SCORED_AT_ONCE = 64
-_FILE = "reference.npz"
+_FILE = "reference.float32"
 
 
 @dataclass(frozen=True)
@@ -301,15 +301,16 @@ async def _reference_scores(
     if started:
         if file is None or not file.exists():
             raise ValueError(f"{folder} has no {_FILE}, and the model is no longer at its start")
-        with np.load(file) as kept:
-            flat = kept["logprobs"]
+        flat = np.fromfile(file, "<f4")
         if len(flat) != sum(lengths):
             raise ValueError(f"{file} is of another dataset: choose another folder as `out`")
         return np.split(flat, np.cumsum(lengths)[:-1])
     found = await _trainer_scores(policy, rows)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        np.savez(file, logprobs=np.concatenate(found).astype(np.float32))
+        partial = file.with_suffix(".partial")
+        np.concatenate(found).astype("<f4").tofile(partial)
+        partial.replace(file)
     return found
 
 
