@@ -33,6 +33,8 @@ Reason = Literal["exited", "timeout", "memory", "processes", "disk", "output", "
 _GRACE = 10.0
 """Seconds after the timeout for the supervisor's own start and end."""
 _CHUNK = 2**16
+_INSIDE = "/sandbox"
+"""The folder of a run in bubblewrap's file system."""
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/alternatives")
 
 
@@ -170,7 +172,7 @@ class Sandbox:
         return SandboxResult(stdout=out, stderr=err, exit_code=code, reason=reason)
 
     def _command(self, folder: Path, argv: list[str], isolation: Isolation, fd: int) -> list[str]:
-        inside = "/tmp" if isolation == "bubblewrap" else str(folder)
+        inside = _INSIDE if isolation == "bubblewrap" else str(folder)
         task = supervisor.SandboxTask(
             argv=argv,
             folder=inside,
@@ -196,10 +198,13 @@ class Sandbox:
         read_only = {*_SYSTEM, *self.readable, sys.prefix, sys.base_prefix}
         read_only |= {os.path.realpath(each) for each in (sys.base_prefix, sys.executable)}
         binds = [part for each in sorted(map(str, read_only)) for part in _bind(each)]
+        # A Python below /tmp needs a folder there.
+        has_tmp = any(each.startswith("/tmp/") for each in binds)
+        temporary = [] if has_tmp else ["--symlink", _INSIDE, "/tmp"]
         return [
             *("bwrap", "--unshare-all", *(["--share-net"] if self.network else [])),
-            *("--die-with-parent", "--new-session", "--bind", str(folder), "/tmp"),
-            *(*binds, "--proc", "/proc", "--dev", "/dev", "--chdir", "/tmp", "--"),
+            *("--die-with-parent", "--new-session", "--bind", str(folder), _INSIDE, *temporary),
+            *(*binds, "--proc", "/proc", "--dev", "/dev", "--chdir", _INSIDE, "--"),
             *ending,
         ]
 
@@ -218,7 +223,7 @@ class Sandbox:
 async def _start(
     command: list[str], folder: Path, control: int, isolation: Isolation
 ) -> asyncio.subprocess.Process:
-    home = "/tmp" if isolation == "bubblewrap" else str(folder)
+    home = _INSIDE if isolation == "bubblewrap" else str(folder)
     program = shutil.which(command[0])
     if program is None:
         raise SandboxFailed(f"{command[0]} is not installed")
