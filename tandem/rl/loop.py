@@ -80,6 +80,7 @@ async def train_async(
         raise ValueError(f"{chosen.name} with a KL or a teacher needs train(…, reference=…)")
     if config.save_every and config.out is None:
         raise ValueError("save_every needs `out`, a folder for the state of the loop")
+    chosen.check_group_size(config.group_size)
     order = ExampleOrder(dataset, seed=config.seed, shuffle=config.shuffle)
     state = LoopState.of_folder(config.out, seed=config.seed, examples=len(dataset))
     policy = await open_policy(

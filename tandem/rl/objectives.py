@@ -111,6 +111,14 @@ class Objective:
     def needs_reference(self) -> bool:
         return self.reference_weight != 0
 
+    def check_group_size(self, size: int) -> None:
+        """Raise `ValueError` if groups of this size have no advantages."""
+        if size < 2 and self.estimator is not None:
+            raise ValueError(
+                f"{self.name} compares the answers to an example, and group_size is {size}; use at "
+                "least 2"
+            )
+
     def select(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
         """Return the groups to train, and how many were dropped. The loop samples others for
         them."""

@@ -423,6 +423,11 @@ def test_each_substep_needs_a_group():
         a_config(substeps=5)
 
 
+def test_answers_without_others_to_compare_are_refused_before_sampling():
+    with pytest.raises(ValueError, match=r"grpo compares .* group_size is 1"):
+        train(FakePolicy(), numbered(4), by_answer, a_config(group_size=1))
+
+
 def test_saving_needs_a_folder():
     with pytest.raises(ValueError, match="save_every needs `out`"):
         train(FakePolicy(), numbered(4), by_answer, a_config(save_every=1))
