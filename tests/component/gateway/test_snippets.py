@@ -60,8 +60,11 @@ def names(gate):
                 for name in ("logprobs", "advantages", "old", "mask")
             },
         }
+        with gate.http() as http:
+            traced = http.post("/api/tandem/v1/traces", json={"model": training.model_id})
         yield {
             "tandem": tandem,
+            "trace": traced.raise_for_status().json(),
             "tinker": tinker,
             "service": service,
             "training": training,
@@ -91,6 +94,7 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, tmp_path, monkeyp
         "tml-…": KEY,
         "RestClient()": f"RestClient(base_url={gate.url!r})",  # else one per process
         "s-ab12…:train:0": run_id,
+        '{"model": "RUN"}': f'{{"model": "{run_id}"}}',
         "tinker://RUN/sampler_weights/NAME": f"tinker://{run_id}/sampler_weights/final",
     }.items():
         snippet = snippet.replace(placeholder, value)
