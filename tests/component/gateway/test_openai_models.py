@@ -133,7 +133,7 @@ def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeyp
     async def many() -> list[object]:
         go_on = threading.Semaphore(0)
 
-        def prepare(body, _target, _limits):
+        def prepare(body, *_others):
             begun.append(body.prompt)
             at_once.append(len(begun) - len(ended))
             go_on.acquire()
