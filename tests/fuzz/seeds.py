@@ -133,6 +133,29 @@ _OPENAI = {
 }
 
 
+_ANTHROPIC = {
+    "model": "tiny",
+    "max_tokens": 4,
+    "system": "s",
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t", "name": "add", "input": {"a": 1}}],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t", "content": "2"}],
+        },
+    ],
+    "tools": [{"name": "add", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "stop_sequences": ["x"],
+    "temperature": 1.0,
+    "stream": False,
+}
+
+
 def json_seeds() -> Sequence[tuple[str, object]]:
     return [
         *_seeds().items(),
@@ -298,4 +321,8 @@ def _seeds() -> Mapping[str, object]:
             "response_format": {"type": "text"},
             "chat_template_kwargs": {"a": 1},
         },
+        "create_trace": {"model": "tiny", "max_staleness": 2, "tool_parser": "hermes"},
+        "anthropic_messages": _ANTHROPIC,
+        "trace_messages": _ANTHROPIC,
+        "trace_chat_completions": {**_OPENAI, "messages": [{"role": "user", "content": "hello"}]},
     }
