@@ -14,6 +14,8 @@ from tests.support.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
+import signal
+
 from tandem.rl import train
 from tests.support.loops import FakePolicy, NumberTokenizer, a_config, numbered
 from tests.support.rl_script import share_of_digits
@@ -24,6 +26,7 @@ class Policy(FakePolicy):
         return await super().train(*arguments)
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a job of a shell
     policy = Policy(sampling=0.1, training=0.1)
     config = a_config(steps=100000, off_by=2)
     train(policy, numbered(40), share_of_digits, config, tokenizer=NumberTokenizer())
