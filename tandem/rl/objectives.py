@@ -338,6 +338,10 @@ def objective(
         own["max_length"] = max_tokens
     if kl_coefficient and found.estimator is not None:
         own["reference_weight"] = kl_coefficient
+    elif kl_coefficient and "kl_type" not in own:
+        raise ValueError(
+            f"{name} takes a kl_coefficient only with kl_type: its reference is the teacher"
+        )
     if "kl_type" in own:
         if not kl_coefficient:
             raise ValueError("kl_type needs a kl_coefficient above 0")

@@ -194,6 +194,7 @@ async def test_a_token_without_a_finite_logprob_gives_no_kl():
         ({"name": "dr_grpo"}, "max_length"),
         ({"name": "dapo", "max_tokens": 8, "overlong_buffer": 9}, "between 1 and max_tokens"),
         ({"name": "grpo", "kl_type": "k3"}, "kl_coefficient"),
+        ({"name": "distillation", "kl_coefficient": 0.1}, "only with kl_type"),
     ],
 )
 def test_a_wrong_objective_is_refused(arguments, message):
