@@ -11,6 +11,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+
 from tandem.rl.rollouts import Group, Turn
 from tandem.rl.server import TandemServer, find_server
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     import tinker
 
 Stop: TypeAlias = Sequence[str] | Sequence[int] | None
+
+_ANSWER_SECONDS = 600.0
+"""The limit for an answer of the gateway, which another one may replace meanwhile."""
 
 _LOAD_SECONDS = 600.0
 """The limit for an open training client, which may wait for its trainer's start."""
@@ -135,8 +140,12 @@ class TinkerPolicy:
     ) -> Mapping[str, float]:
         import tinker
 
-        if "mask" in data[0].loss_fn_inputs and await self._find_server() is None:
+        inputs = data[0].loss_fn_inputs
+        if "mask" in inputs and await self._find_server() is None:
             data = [_without_mask(datum) for datum in data]
+        if "weight_step" in inputs and (server := await self._find_server()) is not None:
+            earlier = await self._earlier_steps(server)
+            data = [_with_earlier_steps(datum, earlier) for datum in data]
         # Both are sent before either is awaited, so that the trainer makes no pause.
         computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
         stepped = self.training.optim_step(
@@ -174,6 +183,8 @@ class TinkerPolicy:
             for turn in rollout.turns
         }
         found = await asyncio.to_thread(server.versions, sorted(requests - {""}))
+        if not found:
+            return list(groups)
         earlier = await self._earlier_steps(server)
 
         def resolved(turn: Turn) -> Turn:
@@ -231,12 +242,15 @@ class TinkerPolicy:
         return await self._server
 
     async def _earlier_steps(self, server: TandemServer) -> int:
-        """The server counts the steps of the loaded checkpoint, too."""
-        if self._earlier is None:
-            newest = await asyncio.to_thread(server.newest_step)
-            if newest is None:
-                return 0
-            self._earlier = newest - self.step
+        """The server counts the steps of the loaded checkpoint, too. No step may be under way.
+        Raises `TimeoutError`."""
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            while self._earlier is None:
+                newest = await asyncio.to_thread(server.newest_step)
+                if newest is None:
+                    await asyncio.sleep(1.0)
+                else:
+                    self._earlier = newest - self.step
         return self._earlier
 
 
@@ -244,6 +258,12 @@ def _without_mask(datum: tinker.Datum) -> tinker.Datum:
     """Other servers do not know a mask. They leave out tokens with an advantage of 0."""
     inputs = {name: each for name, each in datum.loss_fn_inputs.items() if name != "mask"}
     return replace(datum, loss_fn_inputs=inputs)
+
+
+def _with_earlier_steps(datum: tinker.Datum, earlier: int) -> tinker.Datum:
+    steps = np.asarray(datum.loss_fn_inputs["weight_step"].data, np.int64)
+    counted = np.where(steps < 0, steps, steps + earlier)
+    return replace(datum, loss_fn_inputs={**datum.loss_fn_inputs, "weight_step": counted})
 
 
 class _TinkerSampler:

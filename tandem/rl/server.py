@@ -58,9 +58,13 @@ class TandemServer:
         }
 
     def newest_step(self) -> int | None:
+        """Return the trainer's optimizer step, with those of a loaded checkpoint. None if the
+        gateway is silent."""
         answer = self._get(f"runs/{self._run_id}")
-        last = (answer or {}).get("last_step")
-        return None if last is None else int(last["step"])
+        if answer is None:
+            return None
+        last = answer["last_step"]
+        return int(last["step"] if last is not None else answer["parent_step"] or 0)
 
     def _get(self, path: str, **query: str) -> dict[str, Any] | None:
         import httpx

@@ -111,6 +111,19 @@ def test_episodes_of_several_turns_train_the_sampled_tokens(
     assert run["last"]["tandem/gap_max"] < 1e-4
 
 
+@pytest.mark.nightly
+def test_the_trainer_drops_no_sample_of_a_loop_that_continues_other_training(
+    service: ServiceClient,
+) -> None:
+    options = {"max_staleness": 1}
+    config = replace(CONFIG, steps=2, objective_options=options)
+    first = train(resumable(service, f"{TIED}:full"), PROBLEMS, share_of_digits, config)
+    continued = service.create_training_client_from_state(asyncio.run(first.policy.save("first")))
+    again = train(continued.result(), PROBLEMS, share_of_digits, config)
+    reports = [*first.steps, *again.steps]
+    assert [report.metrics["dropped_stale:sum"] for report in reports] == [0] * 4
+
+
 Start = Callable[[Path], subprocess.Popen[bytes]]
 """Starts the script with a folder for its files."""
 

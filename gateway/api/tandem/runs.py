@@ -52,10 +52,11 @@ class RunProgress(Answer):
 
 
 class RunSummary(Answer):
-    """`parent_run` is the run whose checkpoint this one loaded. `progress` is null before the first
-    step. `last` has the newest value of each metric; NaN and infinities are text. `replicas` is the
-    number of model copies on the trainer's `ranks`. `tensor_parallel` is the number of ranks that
-    compute one datum together. `last_step` is null before the first optimizer step."""
+    """`parent_run` is the run whose checkpoint this one loaded, at its step `parent_step`. Later
+    steps count on from there. `progress` is null before the first step. `last` has the newest value
+    of each metric; NaN and infinities are text. `replicas` is the number of model copies on the
+    trainer's `ranks`. `tensor_parallel` is the number of ranks that compute one datum together.
+    `last_step` is null before the first optimizer step."""
 
     id: str
     session_id: str
@@ -74,6 +75,7 @@ class RunSummary(Answer):
     name: str
     tags: list[str]
     parent_run: str | None
+    parent_step: int | None
     progress: RunProgress | None
     last: dict[str, float | str]
 

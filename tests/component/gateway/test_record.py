@@ -255,7 +255,8 @@ def test_a_resumed_run_names_its_parent_and_continues_its_curves(gate, client):
         log(client, first, *((step, {"reward": step}) for step in range(5)))
         continued = service.create_training_client_from_state_with_optimizer(state).result()
         resumed = continued.model_id
-        assert ok(client.get(f"{RUNS}/{resumed}"))["parent_run"] == first
+        told = ok(client.get(f"{RUNS}/{resumed}"))
+        assert (told["parent_run"], told["parent_step"]) == (first, 2)
         found = curves(client, resumed, "reward", lineage=True)["reward"]
         assert found["value"] == [0, 1, 2]  # until the state's optimizer step
         log(client, resumed, (4, {"reward": 40}), (5, {"reward": 50}))

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from tandem.rl import Example
+from tandem.rl import Example, objective
 from tandem.rl.policy import SyncTimedOut, TinkerPolicy
 from tandem.rl.rollouts import Group, Rollout, Turn
 from tandem.rl.server import TandemServer
@@ -76,6 +78,57 @@ async def test_a_late_sync_says_which_weights_were_late():
     assert now() == pytest.approx(5)
 
 
+CONTINUED = {"parent_step": 300, "last_step": None}
+"""A run that loaded a checkpoint of step 300."""
+
+
+class _LateRoutes(_Routes):
+    """A gateway that is silent twice, because another one replaces it."""
+
+    silent = 2
+
+    def _get(self, path, **query):
+        self.silent -= 1
+        return None if self.silent >= 0 else super()._get(path, **query)
+
+
+class _StepTraining(_Training):
+    """Trains at once, and keeps the newest batch."""
+
+    def forward_backward(self, data, loss, settings):
+        self.sent = data
+        return self._done()
+
+    def optim_step(self, parameters):
+        return self._done()
+
+    async def _done(self):
+        return SimpleNamespace(metrics={})
+
+
+@pytest.mark.parametrize(
+    ("step", "state", "earlier"),
+    [
+        (0, {"parent_step": None, "last_step": None}, 0),
+        (0, CONTINUED, 300),
+        (4, {"parent_step": 304, "last_step": None}, 300),
+        (4, CONTINUED | {"last_step": {"step": 304}}, 300),
+    ],
+)
+@in_virtual_time
+async def test_the_trainer_gets_the_steps_of_weights_as_it_counts_them(step, state, earlier):
+    training = _StepTraining()
+    policy = knows(TinkerPolicy(training, step=step), _LateRoutes({"runs/run": state}))
+    made = replace(objective("distillation", max_staleness=1), reference_weight=0.0)
+    data = await made.data([group_of(turn("r1:0"), turn("r2:0"))])
+    for _ in range(2):
+        await policy.train(data, "importance_sampling", {"max_staleness": 1.0}, 1e-3, 0.0)
+        [sent] = training.sent
+        old = 2 + earlier
+        assert sent.loss_fn_inputs["weight_step"].data == [old] * 3 + [-1] + [old] * 3
+    assert policy.step == step + 2
+
+
 def group_of(*turns: Turn) -> Group:
     return Group(number=0, example=Example([1]), rollouts=[Rollout(turns=turns, reward=1.0)])
 
@@ -102,8 +155,7 @@ async def test_tokens_sampled_in_flight_get_the_steps_of_their_versions():
                     {"request_id": "r3", "error": "it was forgotten", "type": "unknown_request"},
                 ]
             },
-            # The run continued a checkpoint of step 300.
-            "runs/run": {"last_step": {"step": 304}},
+            "runs/run": CONTINUED | {"last_step": {"step": 304}},
         }
     )
     policy = knows(TinkerPolicy(_Training(), step=4, in_flight=True), routes)
