@@ -178,15 +178,16 @@ class Collector:
         ones."""
         try:
             async with self._concurrency.rollouts(count):
-                async with asyncio.timeout(self._sampling.timeout):
+                async with asyncio.timeout(self._sampling.timeout) as limit:
                     return await wait
         except RewardFailed:
             raise
-        except TimeoutError:
-            late = f"a rollout took longer than {self._sampling.timeout:g} s (rollout_timeout)"
-            self._drop("timeout", count, late)
         except Exception as error:  # noqa: BLE001 - it costs only these rollouts
-            self._drop(reason, count, describe(error, typed=True))
+            if isinstance(error, TimeoutError) and limit.expired():
+                late = f"a rollout took longer than {self._sampling.timeout:g} s (rollout_timeout)"
+                self._drop("timeout", count, late)
+            else:
+                self._drop(reason, count, describe(error, typed=True))
         finally:
             wait.close()
         return None

@@ -216,6 +216,24 @@ async def test_a_rollout_has_a_deadline():
     assert policy.step == 10
 
 
+class Silent:
+    """Its own program does not answer."""
+
+    async def reset(self, example: Example) -> list[int]:
+        async with asyncio.timeout(1.0):
+            await asyncio.Event().wait()
+        return []
+
+    async def step(self, answer: str) -> Step:
+        return Step(0.0)
+
+
+@in_virtual_time
+async def test_a_timeout_of_an_environment_is_its_own_failure():
+    with pytest.raises(RolloutsFailed, match="last failure: TimeoutError"):
+        await run(FakePolicy(), a_config(), reward=Silent)
+
+
 @in_virtual_time
 async def test_a_cancelled_loop_leaves_nothing_running():
     policy = FakePolicy(sampling=3.0)
