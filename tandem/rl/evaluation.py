@@ -97,16 +97,17 @@ class Evaluations:
         rewards: list[float] = []
         async with self._turn:
             try:
-                async with asyncio.timeout(self._evaluation.timeout):
+                async with asyncio.timeout(self._evaluation.timeout) as limit:
                     groups = await evaluate(self._evaluation, self._collector, await snapshot)
                 rewards = [reward for group in groups for reward in group.rewards]
                 failure = "" if rewards else self._collector.last_failure
-            except TimeoutError:
-                failure = f"it took longer than {self._evaluation.timeout:g} s"
             except RewardFailed:
                 raise
             except Exception as error:  # noqa: BLE001 - the training does not need a score
-                failure = describe(error, typed=True)
+                if isinstance(error, TimeoutError) and limit.expired():
+                    failure = f"it took longer than {self._evaluation.timeout:g} s"
+                else:
+                    failure = describe(error, typed=True)
         self._note(
             Score(
                 step=step,

@@ -335,17 +335,24 @@ async def test_a_background_evaluation_equals_that_of_a_paused_loop():
 class _NoSnapshots(FakePolicy):
     """A snapshot for an evaluation never comes, or is refused."""
 
-    def __init__(self, *, refused: bool) -> None:
+    def __init__(self, *, refused: Exception | None) -> None:
         super().__init__()
         self._refused = refused
 
     async def snapshot(self):
-        if self._refused:
-            raise RuntimeError("the disk is full")
+        if self._refused is not None:
+            raise self._refused
         await asyncio.Event().wait()
 
 
-@pytest.mark.parametrize(("refused", "why"), [(True, "disk is full"), (False, "longer than 9 s")])
+@pytest.mark.parametrize(
+    ("refused", "why"),
+    [
+        (RuntimeError("the disk is full"), "disk is full"),
+        (TimeoutError("the engine is silent"), "the engine is silent"),
+        (None, "longer than 9 s"),
+    ],
+)
 @in_virtual_time
 async def test_a_loop_ends_well_without_the_snapshot_of_an_evaluation(refused, why):
     evaluation = replace(EVALUATION, timeout=9.0)
