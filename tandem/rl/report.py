@@ -98,13 +98,13 @@ def record(tracked: Tracked, step: int, batch: Sequence[Group], renderer: Render
     """Write the rollouts of a step to the run's record."""
     rows = [
         {
+            **rollout.fields,
             "prompt": renderer.decode(rollout.turns[0].observation) if rollout.turns else "",
             "answer": rollout.text,
             "reward": rollout.reward,
             "example": group.number,
             "tokens": [token for turn in rollout.turns for token in turn.tokens],
             "logprobs": [value for turn in rollout.turns for value in turn.logprobs],
-            **rollout.fields,
         }
         for group in batch
         for rollout in group.rollouts

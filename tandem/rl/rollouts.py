@@ -40,7 +40,7 @@ class Turn:
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
     """An answer, or an episode of several turns. `text` is the last answer's. `fields` are shown
-    beside it in the record."""
+    beside it in the record, and replace none of the record's own."""
 
     turns: Sequence[Turn]
     reward: float

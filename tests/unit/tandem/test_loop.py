@@ -477,6 +477,35 @@ class Doubling:
         return Step(reward=0.5, observation=[9, 9])
 
 
+class _Record:
+    def __init__(self) -> None:
+        self.rows: list[dict[str, object]] = []
+
+    def log(self, step, values): ...
+
+    def rollouts(self, step, rollouts):
+        self.rows += rollouts
+
+
+class Praising:
+    """Its fields have names of the record."""
+
+    async def reset(self, example: Example) -> list[int]:
+        return list(example.prompt)
+
+    async def step(self, answer: str) -> Step:
+        return Step(0.25, fields={"reward": 1.0, "answer": "right", "guesses": 3})
+
+
+@in_virtual_time
+async def test_the_fields_of_an_environment_replace_no_reward_or_answer_of_the_record():
+    record = _Record()
+    await run(FakePolicy(), a_config(steps=1), reward=Praising, tracked=record)
+    assert len(record.rows) == 8
+    assert {(row["reward"], row["guesses"]) for row in record.rows} == {(0.25, 3)}
+    assert "right" not in [row["answer"] for row in record.rows]
+
+
 @in_virtual_time
 async def test_a_loop_trains_episodes_of_an_environment_and_drops_broken_ones():
     policy, again = FakePolicy(), FakePolicy()
