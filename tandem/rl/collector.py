@@ -18,6 +18,7 @@ from tandem.rl.environments import Environment, Renderer, rollout
 from tandem.rl.policy import RolloutSampler, Stop
 from tandem.rl.rewards import Reward, RewardFailed, RewardPool, Scorer
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
+from tandem.rl.tasks import all_of
 
 Result = TypeVar("Result")
 
@@ -201,20 +202,3 @@ def sample_seed(*numbers: int) -> int:
     """Return a seed, 0 to 2³¹ - 1, that depends on all numbers."""
     text = ":".join(map(str, numbers)).encode()
     return int.from_bytes(blake2b(text, digest_size=4).digest()) >> 1
-
-
-async def all_of(waits: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Await all together. The first error cancels the others, and is raised."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            started = [tasks.create_task(wait) for wait in waits]
-    except BaseExceptionGroup as errors:
-        raise first_error(errors) from None
-    return [task.result() for task in started]
-
-
-def first_error(error: BaseException) -> BaseException:
-    """Return the first single error of nested groups."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tandem.errors import describe
-from tandem.rl.collector import Collector, Sampling, all_of
+from tandem.rl.collector import Collector, Sampling
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.policy import RolloutSampler
 from tandem.rl.rewards import RewardFailed
 from tandem.rl.rollouts import Example, Group
+from tandem.rl.tasks import all_of
 
 _CONCURRENCY = 64
 """Rollouts at a time. They share the engines with those of the training."""

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar, Unpack
 
-from tandem.rl.collector import Collector, MakeEnvironment, Sampling, first_error, open_rewards
+from tandem.rl.collector import Collector, MakeEnvironment, Sampling, open_rewards
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Renderer
@@ -26,6 +26,7 @@ from tandem.rl.report import LoopResult, StepReport, Tracked, record, report_of
 from tandem.rl.rewards import Reward, RewardPool
 from tandem.rl.rollouts import Example, Group
 from tandem.rl.state import LoopState
+from tandem.rl.tasks import first_error
 
 Value = TypeVar("Value")
 

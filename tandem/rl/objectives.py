@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tandem.rl.advantages import dr_grpo, grpo, rloo
 from tandem.rl.rollouts import Group, Rollout
 from tandem.rl.selection import dynamic_sampling, soft_overlong
+from tandem.rl.tasks import all_of
 
 if TYPE_CHECKING:
     import tinker
@@ -58,9 +59,8 @@ class Reference:
                 )
             return np.asarray(found[1:], np.float64)
 
-        async with asyncio.timeout(self._timeout), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(score(tokens)) for tokens in sequences]
-        return [task.result() for task in tasks]
+        async with asyncio.timeout(self._timeout):
+            return await all_of([score(tokens) for tokens in sequences])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from tandem.rl import (
     Judgement,
     KTOConfig,
     Preference,
+    Reference,
     SFTConfig,
     dpo,
     kto,
@@ -87,6 +88,16 @@ def test_another_reference_is_asked_for_its_log_probabilities():
     teacher = TableReference(Table.that_knows())
     done = fit_dpo(TableClient({}), reference=teacher)
     assert done.steps[0]["margin"] < 0  # the reference prefers the chosen answers more
+
+
+class _NoLogprobs:
+    async def compute_logprobs(self, tokens):
+        raise PermissionError("the key has no access to the model")
+
+
+def test_a_failing_reference_ends_the_training_with_its_own_error():
+    with pytest.raises(PermissionError, match="the key has no access"):
+        fit_dpo(TableClient({}), reference=Reference(_NoLogprobs()))
 
 
 def test_the_kl_of_kto_is_that_of_answers_to_other_prompts():
