@@ -85,6 +85,7 @@ class RewardPool:
             self._workers = [_RewardWorker(payload) for _ in range(max(processes, 1))]
         self._free: asyncio.LifoQueue[_RewardWorker] = asyncio.LifoQueue()
         self._starts: set[asyncio.Task[None]] = set()
+        self._closed = False
 
     async def __aenter__(self) -> RewardPool:
         for worker in self._workers:
@@ -97,6 +98,7 @@ class RewardPool:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._closed = True
         for task in self._starts:
             task.cancel()
         await asyncio.gather(*self._starts, return_exceptions=True)
@@ -131,6 +133,8 @@ class RewardPool:
         worker = await self._free.get()
         usable = False
         try:
+            if self._closed:
+                raise RuntimeError("the pool of the reward is closed")
             if not worker.alive:
                 await worker.start()
             async with asyncio.timeout(self._timeout):
@@ -145,10 +149,11 @@ class RewardPool:
             usable = True  # the example never left this process
             return _raised(error)
         finally:
-            if usable:
+            if not usable:
+                worker.kill()
+            if usable or self._closed:
                 self._free.put_nowait(worker)
             else:
-                worker.kill()
                 self._start(worker)
 
     def _late(self) -> _Outcome:
@@ -263,7 +268,9 @@ def _importable(reward: Reward) -> bytes:
             "the reward is defined in a notebook or an interactive session, where its processes "
             "cannot import it. Put it into a module, or make it an async function"
         )
-    if script is not None and getattr(main, "__spec__", None) is None and not _guarded(script):
+    spec = getattr(main, "__spec__", None)  # of `python -m`
+    imported = spec is None or not spec.name.endswith(".__main__")
+    if script is not None and imported and not _guarded(script):
         raise ValueError(
             f"{Path(script).name} starts its loop when it is imported, and the reward's processes "
             'import it. Put the script\'s last part under `if __name__ == "__main__":`'

@@ -168,14 +168,7 @@ async def test_processes_end_with_a_pool_that_ends_while_they_start():
             for _ in range(pauses):
                 await asyncio.sleep(0)
 
-    def others() -> set[psutil.Process]:
-        return {
-            child
-            for child in set(psutil.Process().children()) - before
-            if runs(child.pid) and "resource_tracker" not in " ".join(child.cmdline())
-        }
-
-    await until(lambda: not others(), what="all have ended")
+    await until(lambda: not others(before), what="all have ended")
 
 
 async def test_processes_end_with_the_pool_and_with_late_rewards(tmp_path):
@@ -185,6 +178,29 @@ async def test_processes_end_with_the_pool_and_with_late_rewards(tmp_path):
         grandchild = int((tmp_path / "pid").read_text())
         processes = [worker._process for worker in pool._workers]
     await until(lambda: not any(map(runs, (*processes, grandchild))), what="all have ended")
+
+
+async def test_scores_under_way_at_the_end_of_a_pool_start_no_process():
+    before = set(psutil.Process().children())
+    async with RewardPool(by_command, processes=1) as pool:
+        assert await pool.score(FIVE, "5") == 1.0
+        late = asyncio.create_task(pool.score(FIVE, "sleep"))
+        waiting = asyncio.create_task(pool.score(FIVE, "5"))
+        await asyncio.sleep(0)  # the first has the process
+    assert await late is None
+    with pytest.raises(RuntimeError, match="is closed"):
+        await waiting
+    await until(lambda: not others(before), what="all have ended")
+    assert not pool._starts
+
+
+def others(before: set[psutil.Process]) -> set[psutil.Process]:
+    """New child processes that still run."""
+    return {
+        child
+        for child in set(psutil.Process().children()) - before
+        if runs(child.pid) and "resource_tracker" not in " ".join(child.cmdline())
+    }
 
 
 def test_a_reward_that_no_process_can_import_is_refused():
@@ -209,19 +225,23 @@ async def main():
 """
 
 
-def run_script(folder: Path, end: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_script(
+    folder: Path, end: str, *arguments: str, by: tuple[str, ...] = ("script.py",)
+) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT + end)
-    command = [sys.executable, "script.py", *arguments]
+    command = [sys.executable, *by, *arguments]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
-def test_a_script_may_define_its_reward(tmp_path):
-    done = run_script(tmp_path, '\nif __name__ == "__main__":\n    asyncio.run(main())\n')
+@pytest.mark.parametrize("by", [("script.py",), ("-m", "script")], ids=["file", "module"])
+def test_a_script_may_define_its_reward(tmp_path, by):
+    done = run_script(tmp_path, '\nif __name__ == "__main__":\n    asyncio.run(main())\n', by=by)
     assert done.stdout == "3.0\n", done.stderr
 
 
-def test_a_script_without_a_main_part_is_refused_before_it_starts_itself_again(tmp_path):
-    done = run_script(tmp_path, "\nasyncio.run(main())\n")
+@pytest.mark.parametrize("by", [("script.py",), ("-m", "script")], ids=["file", "module"])
+def test_a_script_without_a_main_part_is_refused_before_it_starts_itself_again(tmp_path, by):
+    done = run_script(tmp_path, "\nasyncio.run(main())\n", by=by)
     assert 'under `if __name__ == "__main__":`' in done.stderr
 
 
