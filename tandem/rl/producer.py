@@ -16,6 +16,8 @@ from tandem.rl.rollouts import Example, Group
 
 ATTEMPTS = 3
 """How often an example is drawn whose rollouts fail."""
+_LONGEST_PAUSE = 30.0
+"""Seconds between two of these attempts."""
 
 Collect = Callable[[int, Example, int], Awaitable[Group]]
 """Samples example NUMBER for the nth time: (number, example, n) → group."""
@@ -85,6 +87,7 @@ class Producer:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._free = places
         self._failed_in_a_row = 0
+        self._failing_since: float | None = None
         self._changed = asyncio.Event()
 
     @property
@@ -149,10 +152,12 @@ class Producer:
         started = clock()
         try:
             for attempt in range(first, first + ATTEMPTS):
+                if attempt > first:
+                    await asyncio.sleep(self._pause())
                 self._attempts[number] = attempt
                 group = await self._collect(number, self._order[number], attempt)
                 if len(group.rollouts) >= self._needed:
-                    self._failed_in_a_row = 0
+                    self._failed_in_a_row, self._failing_since = 0, None
                     self._ready[number] = group
                     self._sampling = (self._sampling[0] + clock() - started, self._sampling[1] + 1)
                     self._changed.set()
@@ -161,6 +166,14 @@ class Producer:
         finally:
             del self._running[number]
         self._give_up(number)
+
+    def _pause(self) -> float:
+        """Return the seconds until another attempt: the more, the longer nothing has succeeded. So
+        an outage of a minute ends no loop."""
+        now = asyncio.get_running_loop().time()
+        if self._failing_since is None:
+            self._failing_since = now
+        return min(1.0 + 2 * (now - self._failing_since), _LONGEST_PAUSE)
 
     def _give_up(self, number: int) -> None:
         del self._attempts[number]

@@ -191,6 +191,24 @@ async def test_a_loop_ends_with_the_reason_if_all_samples_fail():
         await run(policy, a_config())
 
 
+class _Outage(FakePolicy):
+    """All samples fail at once for a minute."""
+
+    async def answer(self, state, prompt, **settings):
+        if 5.0 < now() < 65.0:
+            raise ConnectionError("nobody answers")
+        return await super().answer(state, prompt, **settings)
+
+
+@pytest.mark.parametrize("off_by", [0, 2])
+@in_virtual_time
+async def test_a_loop_outlives_an_outage_of_a_minute(off_by):
+    policy = _Outage()
+    result = await run(policy, a_config(off_by=off_by), dataset=numbered(200))
+    assert result.step == 10
+    assert result.dropped["given_up"] <= 2 * (off_by + 1) * 4, "each place has lost two examples"
+
+
 async def fails_for_odd_answers(example: Example, answer: str) -> float:
     number = int(answer.split()[-1])
     if number % 2:
