@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -112,7 +113,12 @@ async def test_max_concurrency_bounds_the_rollouts_under_way():
 class _SlowExamples(FakePolicy):
     """One example in eight takes as long as seven steps."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+
     def seconds_of_sample(self, prompt, seed):
+        self.asked.append((prompt[1], seed))
         return 7.3 if prompt[1] % 8 == 0 and seed % 2 else 0.5
 
 
@@ -124,6 +130,14 @@ async def test_no_trained_token_is_older_than_the_bound_and_old_examples_are_dra
     assert result.dropped["stale"] > 0
     assert len(policy.state.trained) == len(set(policy.state.trained)) == 30 * 4
     assert policy.most_sampling <= 3 * 4 * 2, "a group that is drawn again keeps its place"
+
+
+@in_virtual_time
+async def test_an_old_example_is_drawn_again_with_other_seeds():
+    policy = _SlowExamples()
+    result = await run(policy, a_config(off_by=2, steps=30), dataset=numbered(200))
+    asked = Counter(policy.asked)
+    assert len(asked) == asked.total() == 30 * 4 + result.dropped["stale"]
 
 
 class _SilentAnswers(FakePolicy):
