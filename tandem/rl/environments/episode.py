@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Protocol
 
 from tandem.rl.environments.chat import Renderer
 from tandem.rl.rollouts import Example, Prompt, Rollout, Turn
+
+_CLOSE_SECONDS = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Step:
 class Environment(Protocol):
     """One episode. It may also have `schemas`, which the chat template shows to the model: a
     sequence of OpenAI's `{"type": "function", "function": {...}}`. A method `async close()` is
-    called at the end, also after an error."""
+    called at the end, also after an error. After a minute it is cancelled."""
 
     async def reset(self, example: Example) -> Prompt:
         """Return the first prompt."""
@@ -73,7 +76,7 @@ async def rollout(
     reward, text, ended = 0.0, "", "max_turns"
     async with AsyncExitStack() as stack:
         if close := getattr(environment, "close", None):
-            stack.push_async_callback(close)
+            stack.push_async_callback(_close_in_time, close)
         first = await environment.reset(example)
         observation = renderer.prompt(first, tools=getattr(environment, "schemas", ()))
         while len(turns) < max_turns:
@@ -107,6 +110,16 @@ async def rollout(
         )
     fields |= {"turns": len(turns), "ended": ended}
     return Rollout(turns=tuple(turns), reward=reward, text=text, fields=fields)
+
+
+async def _close_in_time(close: Callable[[], Awaitable[None]]) -> None:
+    """The end of an episode that was cancelled has no other deadline."""
+    try:
+        async with asyncio.timeout(_CLOSE_SECONDS) as limit:
+            await close()
+    except TimeoutError:
+        if not limit.expired():
+            raise
 
 
 def _seed_of_turn(seed: int | None, turn: int) -> int | None:

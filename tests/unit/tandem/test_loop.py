@@ -170,6 +170,14 @@ async def test_a_sync_has_a_deadline():
     assert now() < 6
 
 
+class QuietEpisode:
+    async def reset(self, example: Example) -> list[int]:
+        return list(example.prompt)
+
+    async def step(self, answer: str) -> Step:
+        return Step(0.25)
+
+
 # --- Failures ----------------------------------------------------------------------------------
 
 
@@ -246,6 +254,60 @@ async def test_a_rollout_has_a_deadline():
     result = await run(policy, a_config(rollout_timeout=2.0))
     assert result.dropped["timeout"] > 0
     assert policy.step == 10
+
+
+async def hang() -> None:
+    await asyncio.Event().wait()
+
+
+class HangsAtReset(QuietEpisode):
+    async def reset(self, example):
+        await hang()
+
+
+class HangsAtStep(QuietEpisode):
+    async def step(self, answer):
+        await hang()
+
+
+class HangsAtClose(QuietEpisode):
+    async def close(self):
+        await hang()
+
+
+class HangsTwice(HangsAtStep, HangsAtClose):
+    pass
+
+
+class _HangingSamples(FakePolicy):
+    async def answer(self, state, prompt, **settings):
+        await hang()
+
+
+async def hanging_reward(example: Example, answer: str) -> float:
+    await hang()
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("policy", "reward"),
+    [
+        (_HangingSamples, by_answer),
+        (_HangingSamples, QuietEpisode),
+        (FakePolicy, hanging_reward),
+        (FakePolicy, HangsAtReset),
+        (FakePolicy, HangsAtStep),
+        (FakePolicy, HangsAtClose),
+        (FakePolicy, HangsTwice),
+    ],
+)
+@in_virtual_time
+async def test_a_batch_waits_for_no_rollout_without_a_deadline(policy, reward):
+    config = a_config(rollout_timeout=9.0, reward_timeout=9.0, max_concurrency=4)
+    async with asyncio.timeout(10_000):
+        with pytest.raises(RolloutsFailed, match=r"longer than 9 s \((rollout|reward)_timeout\)"):
+            await run(policy(), config, reward=reward)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
 class Silent:
