@@ -2,6 +2,7 @@
 
 - `process`: binds the port, makes the engine in its own thread, and ends the process.
 - `engine_process` and `engine_server`: the two ends of the pipe to an engine in another process.
+- `parser_process`: parses answers in a process of its own.
 - `servicer`: answers calls. `sample_stream`: one gateway's open requests and ready replies.
 - `request_parser`: turns a request into an `EngineRequest`.
 - `responses`: encodes results, and buffers streamed tokens.

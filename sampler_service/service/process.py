@@ -25,11 +25,11 @@ from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
 from sampler_service.service.engine_process import EngineProcess
 from sampler_service.service.engine_server import Start
+from sampler_service.service.parser_process import ParserProcess
 from sampler_service.service.servicer import SamplerServicer
 from sampler_service.structured_output import GrammarCompiler
 from sampler_service.vllm.environment import in_own_process
 from sampler_service.vllm.libraries import import_libraries
-from sampler_service.vllm.parsers import MessageParser
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.loader import LoadableVersion
 from tandem.errors import TandemError, WorkerDied, WorkerStartFailed, describe
@@ -168,7 +168,7 @@ class _Process:
             on_fatal=fail,
         )
         grammars = GrammarCompiler(model, vocabulary=facts.vocabulary, end_tokens=facts.end_tokens)
-        messages = MessageParser(model, facts.end_tokens)
+        messages = ParserProcess(model, facts.end_tokens)
         self._servicer.ready(facts, scheduler, grammars, messages)
         get_log().info(
             "ready",

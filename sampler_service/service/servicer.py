@@ -19,11 +19,11 @@ from sampler_service.engine import EngineDelta, EngineFacts, EngineState, SleepL
 from sampler_service.lifecycle import SwitchReport
 from sampler_service.metrics import SamplerMetrics
 from sampler_service.scheduler import Scheduler
+from sampler_service.service.parser_process import AnswerInProcess, ParserProcess
 from sampler_service.service.request_parser import ParsedRequest, parse_request
 from sampler_service.service.responses import StreamBuffer, encode_response, versions_of
 from sampler_service.service.sample_stream import SampleQueue
 from sampler_service.structured_output import CompiledGrammar, GrammarCompiler
-from sampler_service.vllm.parsers import MessageParser, ParsedAnswer
 from sampler_service.weights.loader import LoadableVersion
 from sampler_service.work import Sampled, SampleJob, Updates
 from tandem.errors import InternalError, InvalidRequest, TandemError
@@ -45,7 +45,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
     _facts: EngineFacts
     _scheduler: Scheduler
     _grammars: GrammarCompiler
-    _messages: MessageParser
+    _messages: ParserProcess
 
     def __init__(self, *, fence: Fence, timeout: float, metrics: SamplerMetrics) -> None:
         """`timeout` limits the wait for a stream's reader, in seconds."""
@@ -62,7 +62,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         facts: EngineFacts,
         scheduler: Scheduler,
         grammars: GrammarCompiler,
-        messages: MessageParser,
+        messages: ParserProcess,
     ) -> None:
         self._facts, self._scheduler = facts, scheduler
         self._grammars, self._messages = grammars, messages
@@ -181,7 +181,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
         answer = asyncio.create_task(self._answer(request, on_deltas=buffer.add_deltas))
         answer.add_done_callback(lambda _: buffer.close())
-        answers: dict[int, ParsedAnswer] = {}
+        answers: dict[int, AnswerInProcess] = {}
         try:
             while deltas := await buffer.next_deltas():
                 if request.HasField("parse"):  # slow for a long or strange answer
@@ -254,7 +254,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         try:
             asked = self._parse(request)
             if request.HasField("parse"):  # the first time takes seconds
-                await asyncio.to_thread(self._messages.open_answer, request)
+                await asyncio.to_thread(self._messages.open_answer(request).check)
             grammar = None
             if asked.parsed.grammar is not None:
                 grammar = await self._grammars.compile(asked.parsed.grammar)
@@ -272,7 +272,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         self,
         request: sampler_pb2.SampleRequest,
         deltas: Sequence[sampler_pb2.SampleDelta],
-        answers: dict[int, ParsedAnswer],
+        answers: dict[int, AnswerInProcess],
     ) -> None:
         for delta in deltas:
             if delta.index not in answers:

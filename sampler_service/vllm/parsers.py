@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -36,10 +37,20 @@ class MessageParser:
         self._end_tokens = end_tokens
         self._class = lru_cache(maxsize=32)(_parser_class)
 
-    def open_answer(self, request: sampler_pb2.SampleRequest) -> ParsedAnswer:
-        """Return the parser of one of a request's samples. Raises `InvalidRequest` if a parser is
-        unknown, or does not fit the model or the tools, and `UnsupportedInput` for a model without
-        a tokenizer."""
+    @staticmethod
+    def import_libraries() -> None:
+        import vllm.entrypoints.openai.chat_completion.protocol
+        import vllm.parser
+        import vllm.reasoning
+        import vllm.tokenizers
+        import vllm.tool_parsers  # noqa: F401
+
+    def open_answer(
+        self, request: sampler_pb2.SampleRequest, *, plain: bool = False
+    ) -> ParsedAnswer:
+        """Return the parser of one of a request's samples, whose whole text is content if `plain`.
+        Raises `InvalidRequest` if a parser is unknown, or does not fit the model or the tools, and
+        `UnsupportedInput` for a model without a tokenizer."""
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         asked = request.parse
@@ -55,7 +66,8 @@ class MessageParser:
             fields = json.loads(asked.request)
             chat = ChatCompletionRequest(model="", messages=[], **fields)
             chat = make(True).adjust_request(chat)
-            return ParsedAnswer(make, chat, request, self._tokenizer, self._end_tokens)
+            chosen = (lambda _reasons: None) if plain else make
+            return ParsedAnswer(chosen, chat, request, self._tokenizer, self._end_tokens)
         except Exception as error:  # a parser may raise anything
             raise InvalidRequest(
                 f"tool_parser {asked.tool_parser!r} or reasoning_parser "
@@ -94,7 +106,7 @@ class ParsedAnswer:
         self._tokenizer = tokenizer
         self._ends = {*end_tokens, *request.params.stop_token_ids}
         self._stops = tuple(request.params.stop_strings)
-        reasoning = make(True).reasoning_parser
+        reasoning = getattr(make(True), "reasoning_parser", None)
         self._start = getattr(reasoning, "reasoning_start_str", None) or ""
         self._end = getattr(reasoning, "reasoning_end_str", None) or ""
         prompt = array("i", request.prompt_tokens)[-_PROMPT_END:]
@@ -137,8 +149,17 @@ class ParsedAnswer:
             self._waits += 1
             return ""
         self._waits = 0
-        ids, text = self._ids, self._text[: self._stop_in(self._text)]
-        self._context, self._ids, self._text = ids[-_CONTEXT:] or self._context, [], ""
+        count = len(self._ids) if finished else self._before_stop(before)
+        if count < len(self._ids):
+            self._text = self._decode([*self._context, *self._ids[:count]])[len(before) :]
+            if not count or self._text.endswith(_INCOMPLETE):
+                return ""
+        ids, text = self._ids[:count], self._text[: self._stop_in(self._text)]
+        self._context, self._ids, self._text = (
+            ids[-_CONTEXT:] or self._context,
+            self._ids[count:],
+            "",
+        )
         if not self._decided:
             self._decided = True
             reasons = self._begun or not self._start or text.lstrip().startswith(self._start)
@@ -167,16 +188,29 @@ class ParsedAnswer:
             known["arguments"] += call.function.arguments or ""
 
     def _must_wait(self) -> bool:
-        """Return whether the new text may end within a character, a stop string or the mark of the
-        reasoning's start."""
+        """Return whether the new text may end within a character or the mark of the reasoning's
+        start."""
         text = self._text
-        if (text.endswith(_INCOMPLETE) and self._waits < _MOST_WAITS) or any(
-            text.endswith(stop[:size]) for stop in self._stops for size in range(1, len(stop) + 1)
-        ):
+        if text.endswith(_INCOMPLETE) and self._waits < _MOST_WAITS:
             return True
         begin = text.lstrip()
         undecided = not self._decided and not self._begun and bool(self._start)
         return undecided and begin != self._start and self._start.startswith(begin)
+
+    def _before_stop(self, before: str) -> int:
+        """Return the number of new tokens before the beginning of a stop string at the end."""
+        text, held = self._text, 0
+        for stop in self._stops:
+            sizes = range(min(len(stop), len(text)), held, -1)
+            held = next((size for size in sizes if text.endswith(stop[:size])), held)
+        if not held:
+            return len(self._ids)
+
+        def length(count: int) -> int:
+            return len(self._decode([*self._context, *self._ids[:count]]))
+
+        most = len(before) + len(text) - held
+        return max(0, bisect_right(range(len(self._ids)), most, key=length) - 1)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         skip = self._chat.skip_special_tokens

@@ -7,6 +7,7 @@ from array import array
 
 import pytest
 
+from sampler_service.service.parser_process import ParserProcess
 from sampler_service.vllm.parsers import MessageParser
 from tandem.demo.qwen_tokenizer import write_qwen_tokenizer
 from tandem.errors import InvalidRequest, UnsupportedInput
@@ -101,6 +102,16 @@ def test_a_stop_string_ends_the_text(tokenizer):
         assert found["content"] == "one "
 
 
+def test_a_stream_holds_back_only_the_beginning_of_a_stop_string(tokenizer):
+    stream = MessageParser(tokenizer.folder, []).open_answer(request(tokenizer, stops=["..STOP"]))
+    dot = tokenizer.encode(".", add_special_tokens=False)
+    said = [stream.push(dot, finished=False) for _ in range(100)]
+    text = "".join(json.loads(each)["content"] for each in said if each)
+    assert text == "." * 98
+    end = tokenizer.encode("STOP", add_special_tokens=False)
+    assert not json.loads(stream.push(end, finished=True))["content"]
+
+
 def test_a_character_of_several_tokens_arrives_whole(tokenizer):
     for found in parsed(tokenizer, "€ and 日本"):
         assert found["content"] == "€ and 日本"
@@ -146,3 +157,49 @@ def test_tools_without_a_form_are_refused(tokenizer):
 def test_a_model_without_a_tokenizer_is_refused(tokenizer, tmp_path):
     with pytest.raises(UnsupportedInput, match="tokenizer does not load"):
         MessageParser(tmp_path, []).open_answer(request(tokenizer))
+
+
+CALLS, CALL_BEGIN, SEPARATOR = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"
+CALL_END, CALLS_END = "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"
+
+
+@pytest.fixture(scope="module")
+def deepseek(tokenizer, tmp_path_factory):
+    from transformers import AutoTokenizer
+
+    found = AutoTokenizer.from_pretrained(tokenizer.folder)
+    found.add_tokens([CALLS, CALL_BEGIN, SEPARATOR, CALL_END, CALLS_END])
+    found.folder = tmp_path_factory.mktemp("deepseek")
+    found.save_pretrained(found.folder)
+    return found
+
+
+@pytest.fixture(scope="module")
+def process(deepseek):
+    found = ParserProcess(deepseek.folder, [], seconds=1)
+    yield found
+    found.close()
+
+
+def test_an_answer_that_stops_its_parser_is_content_and_leaves_the_others_whole(deepseek, process):
+    tokens = deepseek.encode(f"So: {CALL}", add_special_tokens=False)
+    other = process.open_answer(request(deepseek))
+    said = [other.push(tokens[:-1], finished=False)]
+    # Cubic in the length for vLLM's regular expression: minutes.
+    text = CALLS + (CALL_BEGIN + SEPARATOR) * 4000 + f"\n```json\nx{CALL_END}\n\n```{CALL_END}"
+    asked = request(deepseek, tool_parser="deepseek_v3", reasoning_parser="")
+    hostile = deepseek.encode(text, add_special_tokens=False)
+    found = json.loads(process.open_answer(asked).whole(hostile))
+    assert found == {"reasoning": None, "content": text, "tool_calls": []}
+    said.append(other.push(tokens[-1:], finished=True))
+    news = [json.loads(each) for each in said if each]
+    assert "".join(each["content"] or "" for each in news).strip() == "So:"
+    assert news[-1]["tool_calls"] == FOUND
+    whole = json.loads(process.open_answer(request(deepseek)).whole(tokens))
+    assert whole["tool_calls"] == FOUND
+
+
+def test_the_process_refuses_as_the_parser(tokenizer, process):
+    process.open_answer(request(tokenizer)).check()
+    with pytest.raises(InvalidRequest, match=r"unknown tool_parser 'best'; known: .*hermes"):
+        process.open_answer(request(tokenizer, tool_parser="best")).check()
