@@ -128,7 +128,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         reading.add_done_callback(lambda _: stream.complete())
         try:
             while batch := await stream.next_replies():
-                await self._write(batch, context)
+                await self._write(batch, context, give_up=reading.cancel)
             if reading.done():
                 await reading
         except CallRefused as refused:
@@ -175,7 +175,7 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
         request: sampler_pb2.SampleRequest,
         context: Context,
     ) -> None:
-        """Write instead of yielding, so that a blocked write has a deadline."""
+        """Write instead of yielding, so that a blocked write frees the engine in time."""
         await self._check_lease(context)
         copies = request.num_samples if request.params.temperature == 0 else 1
         buffer = StreamBuffer(topk=request.topk_sample_logprobs, copies=copies)
@@ -187,19 +187,29 @@ class SamplerServicer(sampler_pb2_grpc.SamplerServicer):
                 if request.HasField("parse"):  # slow for a long or strange answer
                     await asyncio.to_thread(self._add_messages, request, deltas, answers)
                 for delta in deltas:
-                    await self._write(sampler_pb2.SampleEvent(delta=delta), context)
-            await self._write(sampler_pb2.SampleEvent(reply=await answer), context)
+                    event = sampler_pb2.SampleEvent(delta=delta)
+                    await self._write(event, context, give_up=answer.cancel)
+            event = sampler_pb2.SampleEvent(reply=await answer)
+            await self._write(event, context, give_up=answer.cancel)
         finally:
             answer.cancel()  # also drops the request from the engine
 
     async def _write(
-        self, event: sampler_pb2.SampleReplies | sampler_pb2.SampleEvent, context: Context
+        self,
+        event: sampler_pb2.SampleReplies | sampler_pb2.SampleEvent,
+        context: Context,
+        *,
+        give_up: Callable[[], object],
     ) -> None:
-        """Send a part of a stream, or abort the call of a reader that does not read."""
+        """Send a part of a stream. For a reader that does not read in time, call `give_up`, which
+        frees the engine, and abort the call after the write. The write lasts until the reader reads
+        or ends the call, because gRPC can end neither a write nor a call during a write."""
+        late = asyncio.get_running_loop().call_later(self._timeout, give_up)
         try:
-            async with asyncio.timeout(self._timeout):
-                await context.write(event)
-        except TimeoutError:
+            await context.write(event)
+        finally:
+            late.cancel()
+        if late.when() <= asyncio.get_running_loop().time():
             await context.abort(
                 grpc.StatusCode.DEADLINE_EXCEEDED,
                 f"the stream was not read for {self._timeout:g} s",
