@@ -47,6 +47,9 @@ from tandem.weights import version_number
 
 Check = Callable[[common_pb2.WeightVersion], None]
 
+_OVERTAKING = 3.0
+"""Seconds. Engines let later samples overtake a load for a little less."""
+
 
 @dataclass(frozen=True)
 class SamplerKey:
@@ -345,7 +348,14 @@ class Sampler:
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
             try:
-                reply = await self._send(load, lambda c: self._load_in_time(c, request, others))
+                reply = await self._send(
+                    load,
+                    lambda client: (
+                        self._load_in_time(load.engine, client, request)
+                        if others
+                        else client.load(request)
+                    ),
+                )
             except TandemError as error:
                 reply = sampler_pb2.LoadReply(failure=error.to_failure())
             also = zip(others, await asyncio.gather(*tasks), strict=True)
@@ -361,20 +371,31 @@ class Sampler:
         return replies
 
     async def _load_in_time(
-        self,
-        client: SamplerClient,
-        request: sampler_pb2.LoadRequest,
-        others: Sequence[SamplerEngine],
+        self, engine: SamplerEngine, client: SamplerClient, request: sampler_pb2.LoadRequest
     ) -> sampler_pb2.LoadReply:
-        """Return an engine's answer. With `others`, raises `OperationTimedOut` if it is late."""
-        timeout = self.engine.settings.operation_timeout if others else None
+        """Return an engine's answer. Raises `OperationTimedOut` if it is late, after the answers to
+        earlier samples of other versions, which come first."""
+        timeout = engine.settings.operation_timeout
+
+        def samples_before() -> set[_Call]:
+            sent = (each for each in self._calls if each.engine is engine and each.worker)
+            samples = (each for each in sent if each.work.samples)
+            return {each for each in samples if each.version.name != request.version.name}
+
+        loading = asyncio.ensure_future(client.load(request))
         try:
-            async with asyncio.timeout(timeout):
-                return await client.load(request)
-        except TimeoutError:
-            raise OperationTimedOut(
-                f"it did not load the weights within {timeout:g} s (TANDEM_OPERATION_TIMEOUT)"
-            ) from None
+            await asyncio.wait([loading], timeout=_OVERTAKING)
+            before = samples_before()
+            while not (await asyncio.wait([loading], timeout=timeout))[0]:
+                before &= samples_before()
+                if not before:
+                    raise OperationTimedOut(
+                        f"it did not load the weights within {timeout:g} s "
+                        "(TANDEM_OPERATION_TIMEOUT)"
+                    )
+            return await loading
+        finally:
+            loading.cancel()
 
     async def _load_too(
         self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
@@ -384,7 +405,7 @@ class Sampler:
         load = _Call(work=work, version=request.version, during="a load", engine=engine)
         with self.balancer.under_way(engine, work):
             try:
-                return await self._ask(load, lambda c: self._load_in_time(c, request, [engine]))
+                return await self._ask(load, lambda c: self._load_in_time(engine, c, request))
             except EngineLost:
                 return None
             except (WorkerUnavailable, TandemError) as error:

@@ -132,6 +132,49 @@ def test_a_version_that_one_engine_has_is_not_live(new_world):
     world.run(scenario())
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_load_that_waits_for_earlier_samples_is_no_refusal(new_world, number):
+    world = new_world()
+
+    async def scenario():
+        await serving(world)
+        await many(world, "v1")
+        processes = [world.host.workers[each.process] for each in world.sampler().engines]
+        processes[number].seconds = 1.5 * LOAD_TIMEOUT
+        samples = asyncio.create_task(many(world, "v1"))
+        await until(lambda: processes[number]._under_way > 0)
+        began = now()
+        await world.sampler().load(saved(world))
+        assert now() - began > LOAD_TIMEOUT
+        assert state(world) == "live"
+        assert not {"operation_timed_out", "worker_died"} & await samples
+
+    world.run(scenario())
+
+
+def test_a_load_without_an_answer_is_refused_once_earlier_samples_ended(new_world):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        await many(world, "v1")
+        process = world.host.workers[world.sampler().engines[1].process]
+        process.seconds = 1.5 * LOAD_TIMEOUT
+        earlier = asyncio.create_task(many(world, "v1"))
+        await until(lambda: process._under_way > 0)
+        process.seconds = 1.0
+        both[1].versions, both[1].silent = {V2}, True
+        began = now()
+        loading = asyncio.create_task(world.sampler().load(saved(world)))
+        while not loading.done():  # later samples do not put it off
+            await many(world, "v1", number=4)
+        assert 1.5 * LOAD_TIMEOUT < now() - began < 3 * LOAD_TIMEOUT
+        assert state(world) == "degraded"
+        await earlier
+
+    world.run(scenario())
+
+
 def test_a_later_load_makes_a_degraded_version_live(new_world):
     world = new_world()
 
