@@ -210,8 +210,7 @@ class _Loop:
         while len(batch) < count:
             taken = await self._policy.resolve(await producer.take(count - len(batch)))
             fresh = [group for group in taken if not self._is_stale(group)]
-            kept, _ = self._objective.select(fresh)
-            flat = [group for group in fresh if group not in kept]
+            kept, flat = self._objective.select(fresh)
             refilled += len(flat)
             if refilled > _REFILLS * count:
                 kept, flat = fresh, []

@@ -119,13 +119,15 @@ class Objective:
                 "least 2"
             )
 
-    def select(self, groups: Sequence[Group]) -> tuple[list[Group], int]:
-        """Return the groups to train, and how many were dropped. The loop samples others for
-        them."""
+    def select(self, groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:
+        """Return the groups to train, and the others. The loop samples new groups for them."""
         if not self.dynamic_sampling:
-            return list(groups), 0
-        kept = [group for group in groups if _differ(group.rewards)]
-        return kept, len(groups) - len(kept)
+            return list(groups), []
+        kept: list[Group] = []
+        flat: list[Group] = []
+        for group in groups:
+            (kept if _differ(group.rewards) else flat).append(group)
+        return kept, flat
 
     def advantages(self, group: Group) -> Floats:
         """Return the advantages of a group's rollouts [rollouts], before the aggregation."""

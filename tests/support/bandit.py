@@ -197,7 +197,7 @@ async def learn(
     table = Table()
     for _ in range(steps):
         groups = [table.group(rng, number) for number in range(8)]
-        kept, _dropped = objective.select(groups)
+        kept, _flat = objective.select(groups)
         if kept:
             data = await objective.data(kept, reference=reference)
             table.train(data, objective.loss, objective.settings)

@@ -133,9 +133,8 @@ async def test_the_loss_of_a_batch_is_the_servers_with_its_aggregation(name, ser
 
 async def test_dynamic_sampling_drops_groups_of_equal_rewards():
     groups = [group(rollout(1), rollout(1)), group(rollout(1), rollout(0)), group(rollout(0))]
-    kept, dropped = objective("dapo").select(groups)
-    assert (kept, dropped) == ([groups[1]], 2)
-    assert objective("grpo").select(groups) == (groups, 0)
+    assert objective("dapo").select(groups) == ([groups[1]], [groups[0], groups[2]])
+    assert objective("grpo").select(groups) == (groups, [])
 
 
 def test_long_answers_lose_reward_before_the_bound():
