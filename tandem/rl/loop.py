@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, Unpack
+from typing import Any, Literal, TypeVar
 
 from tandem.rl.collector import Collector, MakeEnvironment, Sampling, open_rewards
 from tandem.rl.concurrency import Concurrency
@@ -26,7 +26,7 @@ from tandem.rl.report import LoopResult, StepReport, Tracked, record, report_of
 from tandem.rl.rewards import Reward, RewardPool
 from tandem.rl.rollouts import Example, Group
 from tandem.rl.state import LoopState
-from tandem.rl.tasks import first_error
+from tandem.rl.tasks import blocking, first_error
 
 Value = TypeVar("Value")
 
@@ -34,43 +34,25 @@ _REFILLS = 10
 """How many batches a step may sample for groups with a signal. Then it takes the others, too."""
 
 
-class Options(TypedDict, total=False):
-    """`tokenizer` is by default the client's. `evaluation` runs in the background. Without
-    `tracked`, a Tandem gateway records the run, and False records nothing. `reference` is the
-    frozen policy of a KL, or a teacher."""
-
-    tokenizer: Any
-    evaluation: Evaluation | None
-    tracked: Tracked | Literal[False] | None
-    reference: Reference | None
-
-
-def train(
+async def train_async(
     training: Training,
     dataset: Sequence[Example],
     reward_or_environment: Reward | MakeEnvironment,
     config: RLConfig,
-    **options: Unpack[Options],
+    *,
+    tokenizer: Any = None,
+    evaluation: Evaluation | None = None,
+    tracked: Tracked | Literal[False] | None = None,
+    reference: Reference | None = None,
 ) -> LoopResult:
     """Train a policy with rewards of its own rollouts. docs/loop.md has examples.
 
     `training` is a training client, or a function that makes one from a saved state's path, such as
     `resumable(service, model)`. Only with a function does a loop continue from `config.out`.
     `reward_or_environment` is a function of an example and an answer, or an environment's class.
-    Ctrl-C ends all rollouts."""
-    return asyncio.run(train_async(training, dataset, reward_or_environment, config, **options))
-
-
-async def train_async(
-    training: Training,
-    dataset: Sequence[Example],
-    reward_or_environment: Reward | MakeEnvironment,
-    config: RLConfig,
-    **options: Unpack[Options],
-) -> LoopResult:
-    """Do as `train`, in the running event loop."""
-    tokenizer, tracked = options.get("tokenizer"), options.get("tracked")
-    reference = options.get("reference")
+    `tokenizer` is by default the client's. `evaluation` runs in the background. Without `tracked`,
+    a Tandem gateway records the run, and False records nothing. `reference` is the frozen policy of
+    a KL, or a teacher. Ctrl-C ends all rollouts."""
     chosen = objective(
         config.objective,
         max_tokens=config.max_tokens,
@@ -93,9 +75,10 @@ async def train_async(
             tokenizer = tokenizer or await asyncio.to_thread(policy.training.get_tokenizer)
             if tracked is None:
                 about = config.to_record()
-                tracked = await policy.track(name=config.name, tags=config.tags, config=about)
-                if tracked is not None:
-                    stack.push_async_callback(asyncio.to_thread, tracked.finish)
+                run = await policy.track(name=config.name, tags=config.tags, config=about)
+                if run is not None:
+                    tracked = run
+                    stack.push_async_callback(asyncio.to_thread, run.finish)
         try:
             async with asyncio.TaskGroup() as tasks:
                 return await _Loop(
@@ -107,12 +90,15 @@ async def train_async(
                     objective=chosen,
                     rewards=rewards,
                     renderer=Renderer(tokenizer),
-                    evaluation=options.get("evaluation"),
+                    evaluation=evaluation,
                     tracked=tracked or None,
                     reference=reference,
                 ).train_to_end()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
+
+
+train = blocking(train_async)
 
 
 class _Loop:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from tandem.rl.report import Tracked
 from tandem.rl.rollouts import Prompt
 from tandem.rl.sft import weights_of
 from tandem.rl.supervised import Fitted, SFTConfig, fit, open_client, tokenizer_of
+from tandem.rl.tasks import blocking
 
 if TYPE_CHECKING:
     from tinker import types
@@ -65,7 +65,7 @@ class KTOConfig(SFTConfig):
     estimate_kl: bool = True
 
 
-def dpo(
+async def dpo_async(
     training: Training,
     preferences: Sequence[Preference],
     config: DPOConfig,
@@ -80,30 +80,6 @@ def dpo(
     The reference is by default the model at the start: its log probabilities are computed before
     the first step, and kept in `config.out`. Steps and evaluations have `loss`, `accuracy` and
     `margin`."""
-    return asyncio.run(
-        dpo_async(
-            training,
-            preferences,
-            config,
-            reference=reference,
-            tokenizer=tokenizer,
-            evaluation=evaluation,
-            tracked=tracked,
-        )
-    )
-
-
-async def dpo_async(
-    training: Training,
-    preferences: Sequence[Preference],
-    config: DPOConfig,
-    *,
-    reference: Reference | None = None,
-    tokenizer: Any = None,
-    evaluation: Sequence[Preference] = (),
-    tracked: Tracked | Literal[False] | None = None,
-) -> Fitted:
-    """Do as `dpo`, in the running event loop."""
     policy, state = await open_client(training, config, rows=len(preferences))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
 
@@ -129,7 +105,10 @@ async def dpo_async(
     )
 
 
-def kto(
+dpo = blocking(dpo_async)
+
+
+async def kto_async(
     training: Training,
     judgements: Sequence[Judgement],
     config: KTOConfig,
@@ -142,28 +121,6 @@ def kto(
 
     The reference is as for `dpo`. Steps have the `loss`, and the answers' gain over the reference
     times β: `good_reward` and `bad_reward`."""
-    return asyncio.run(
-        kto_async(
-            training,
-            judgements,
-            config,
-            reference=reference,
-            tokenizer=tokenizer,
-            tracked=tracked,
-        )
-    )
-
-
-async def kto_async(
-    training: Training,
-    judgements: Sequence[Judgement],
-    config: KTOConfig,
-    *,
-    reference: Reference | None = None,
-    tokenizer: Any = None,
-    tracked: Tracked | Literal[False] | None = None,
-) -> Fitted:
-    """Do as `kto`, in the running event loop."""
     policy, state = await open_client(training, config, rows=len(judgements))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
     rows = [_PreferenceRow.of(each.prompt, each.answer, renderer) for each in judgements]
@@ -183,6 +140,9 @@ async def kto_async(
         config=config,
     )
     return await fit(policy, task, config, state=state, tracked=tracked)
+
+
+kto = blocking(kto_async)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,12 +13,13 @@ from tandem.rl.policy import Training
 from tandem.rl.report import Tracked
 from tandem.rl.rollouts import Example, Message
 from tandem.rl.supervised import Fitted, SFTConfig, fit, open_client, tokenizer_of
+from tandem.rl.tasks import blocking
 
 if TYPE_CHECKING:
     from tinker import types
 
 
-def sft(
+async def sft_async(
     training: Training,
     examples: Sequence[Example],
     config: SFTConfig,
@@ -34,28 +34,6 @@ def sft(
     the assistant is an answer to the messages before it. `training` is a training client, or
     `resumable(service, model)`. Steps and evaluations have the `loss` of an answer's token.
     Example: `Example("2+3=", {"answer": "5"})`."""
-    return asyncio.run(
-        sft_async(
-            training,
-            examples,
-            config,
-            tokenizer=tokenizer,
-            evaluation=evaluation,
-            tracked=tracked,
-        )
-    )
-
-
-async def sft_async(
-    training: Training,
-    examples: Sequence[Example],
-    config: SFTConfig,
-    *,
-    tokenizer: Any = None,
-    evaluation: Sequence[Example] = (),
-    tracked: Tracked | Literal[False] | None = None,
-) -> Fitted:
-    """Do as `sft`, in the running event loop."""
     policy, state = await open_client(training, config, rows=len(examples))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
     return await fit(
@@ -66,6 +44,9 @@ async def sft_async(
         evaluation=_Answers(evaluation, renderer) if evaluation else None,
         tracked=tracked,
     )
+
+
+sft = blocking(sft_async)
 
 
 class _Answers:

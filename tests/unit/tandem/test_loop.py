@@ -547,6 +547,11 @@ def test_answers_without_others_to_compare_are_refused_before_sampling():
         train(FakePolicy(), numbered(4), by_answer, a_config(group_size=1))
 
 
+def test_an_unknown_option_is_refused():
+    with pytest.raises(TypeError, match="evaluations"):
+        train(FakePolicy(), numbered(4), by_answer, a_config(), evaluations=EVALUATION)
+
+
 def test_saving_needs_a_folder():
     with pytest.raises(ValueError, match="save_every needs `out`"):
         train(FakePolicy(), numbered(4), by_answer, a_config(save_every=1))
