@@ -1,4 +1,4 @@
-"""The settings of a loop."""
+"""The settings of loops."""
 
 from __future__ import annotations
 
@@ -11,37 +11,15 @@ RewardFailure = Literal["drop", "error", "zero"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLConfig:
-    """Settings of `tandem.rl.train`. Times are in seconds.
+class LoopConfig:
+    """The settings that all loops share.
 
-    `steps` optimizer steps, each from `groups_per_step` examples with `group_size` rollouts.
-    `objective` names an entry of `tandem.rl.objectives.OBJECTIVES`, and `objective_options` are its
-    settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k steps old.
-    `in_flight` continues running answers with new weights. `max_concurrency` bounds rollouts under
-    way. `reward_failure` says what a failed reward means. `evaluate_every` and `save_every` are in
-    steps. With 0, only the last step counts. `out` is a folder for the state: a loop with the same
-    folder continues. `name`, `tags` and all settings go to the run's record."""
+    `evaluate_every` and `save_every` are in steps. With 0, only the last step counts. `out` is a
+    folder for the state: a loop with the same folder continues. `name`, `tags` and all settings go
+    to the run's record."""
 
-    steps: int
-    groups_per_step: int
-    group_size: int
-    max_tokens: int
     learning_rate: float
-    temperature: float = 1.0
-    stop: tuple[str, ...] | tuple[int, ...] | None = None
-    objective: str = "grpo"
-    objective_options: Mapping[str, float | str | bool] = field(default_factory=dict)
-    substeps: int = 1
     grad_clip_norm: float = 0.0
-    kl_coefficient: float = 0.0
-    off_by: int = 0
-    in_flight: bool = False
-    max_concurrency: int = 1024
-    reward_processes: int = 2
-    reward_timeout: float = 60.0
-    reward_failure: RewardFailure = "drop"
-    rollout_timeout: float = 1800.0
-    sync_timeout: float = 600.0
     evaluate_every: int = 0
     save_every: int = 0
     seed: int = 0
@@ -51,11 +29,58 @@ class RLConfig:
     tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("steps", "groups_per_step", "max_tokens", "substeps", "max_concurrency"):
+        if self.save_every and self.out is None:
+            raise ValueError("save_every needs `out`, a folder for the state of the loop")
+
+    def is_due(self, every: int, *, step: int, last: int) -> bool:
+        """Whether a step is the last one, or a multiple of `every`."""
+        return step == last or (every > 0 and step % every == 0)
+
+    def to_record(self, **more: object) -> dict[str, object]:
+        """Return the settings for the run's record, after `more`."""
+        found = {key: value for key, value in asdict(self).items() if key not in ("name", "tags")}
+        found["out"] = None if self.out is None else str(self.out)
+        return {**more, **found}
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
-        if self.group_size < 1:
-            raise ValueError(f"group_size is {self.group_size}; at least 1 is needed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(LoopConfig):
+    """Settings of `tandem.rl.train`. Times are in seconds.
+
+    `steps` optimizer steps, each from `groups_per_step` examples with `group_size` rollouts.
+    `objective` names an entry of `tandem.rl.objectives.OBJECTIVES`, and `objective_options` are its
+    settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k steps old.
+    `in_flight` continues running answers with new weights. `max_concurrency` bounds rollouts under
+    way. `reward_failure` says what a failed reward means."""
+
+    steps: int
+    groups_per_step: int
+    group_size: int
+    max_tokens: int
+    temperature: float = 1.0
+    stop: tuple[str, ...] | tuple[int, ...] | None = None
+    objective: str = "grpo"
+    objective_options: Mapping[str, float | str | bool] = field(default_factory=dict)
+    substeps: int = 1
+    kl_coefficient: float = 0.0
+    off_by: int = 0
+    in_flight: bool = False
+    max_concurrency: int = 1024
+    reward_processes: int = 2
+    reward_timeout: float = 60.0
+    reward_failure: RewardFailure = "drop"
+    rollout_timeout: float = 1800.0
+    sync_timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_counts("steps", "groups_per_step", "group_size")
+        self._check_counts("max_tokens", "substeps", "max_concurrency")
         if self.substeps > self.groups_per_step:
             raise ValueError(
                 f"substeps is {self.substeps}; each needs a group, and groups_per_step is "
@@ -67,9 +92,3 @@ class RLConfig:
             raise ValueError("in_flight needs off_by > 0: a synchronous loop has nothing running")
         if self.reward_failure not in ("drop", "error", "zero"):
             raise ValueError(f"reward_failure is {self.reward_failure!r}; use drop, error or zero")
-
-    def to_record(self) -> dict[str, object]:
-        """Return the settings for the run's record, with `total_steps` for its progress."""
-        found = {key: value for key, value in asdict(self).items() if key not in ("name", "tags")}
-        found["out"] = None if self.out is None else str(self.out)
-        return {"total_steps": self.steps, **found}

@@ -61,8 +61,6 @@ async def train_async(
     )
     if chosen.needs_reference and reference is None:
         raise ValueError(f"{chosen.name} with a KL or a teacher needs train(…, reference=…)")
-    if config.save_every and config.out is None:
-        raise ValueError("save_every needs `out`, a folder for the state of the loop")
     chosen.check_group_size(config.group_size)
     order = ExampleOrder(dataset, seed=config.seed, shuffle=config.shuffle)
     state = LoopState.of_folder(config.out, seed=config.seed, examples=len(dataset))
@@ -74,7 +72,7 @@ async def train_async(
         if isinstance(policy, TinkerPolicy):
             tokenizer = tokenizer or await asyncio.to_thread(policy.training.get_tokenizer)
             if tracked is None:
-                about = config.to_record()
+                about = config.to_record(total_steps=config.steps)
                 run = await policy.track(name=config.name, tags=config.tags, config=about)
                 if run is not None:
                     tracked = run
@@ -249,8 +247,7 @@ class _Loop:
             self._evaluations.evaluate_later(self._step, policy.snapshot(), policy_step=policy.step)
 
     def _is_due(self, every: int) -> bool:
-        """Whether this step is the last one, or a multiple of `every`."""
-        return self._step == self._config.steps or (every > 0 and self._step % every == 0)
+        return self._config.is_due(every, step=self._step, last=self._config.steps)
 
     def _report(self, batch: list[Group], metrics: dict[str, float]) -> None:
         report = report_of(

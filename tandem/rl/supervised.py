@@ -8,12 +8,13 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from tandem.rl.config import LoopConfig
 from tandem.rl.policy import TinkerPolicy, Training, open_policy
 from tandem.rl.report import Tracked
 from tandem.rl.schedule import linear_decay
@@ -27,33 +28,19 @@ _AHEAD = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTConfig:
+class SFTConfig(LoopConfig):
     """Settings of `sft`. Those of `dpo` and `kto` have more.
 
     `epochs` passes over the dataset in steps of `batch_size` rows, in another order each. The
-    learning rate falls linearly to its share `final_learning_rate`. `evaluate_every` and
-    `save_every` are in steps. 0 means never, but the last step always counts if there is an
-    evaluation or `out`. `out` is a folder for the state: a call with the same folder continues."""
+    learning rate falls linearly to its share `final_learning_rate`."""
 
     batch_size: int
-    learning_rate: float
     epochs: int = 1
     final_learning_rate: float = 0.1
-    grad_clip_norm: float = 0.0
-    evaluate_every: int = 0
-    save_every: int = 0
-    seed: int = 0
-    shuffle: bool = True
-    out: Path | None = None
-    name: str = ""
-    tags: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; at least 1 is needed")
-        if self.save_every and self.out is None:
-            raise ValueError("save_every needs `out`, a folder for the state")
+        super().__post_init__()
+        self._check_counts("batch_size", "epochs")
 
     def steps(self, rows: int) -> int:
         return self.epochs * -(-rows // self.batch_size)
@@ -65,12 +52,6 @@ class SFTConfig:
         if self.shuffle:
             order = np.random.default_rng((self.seed, epoch)).permutation(rows).tolist()
         return order[place * self.batch_size : (place + 1) * self.batch_size]
-
-    def to_record(self, rows: int) -> dict[str, object]:
-        """Return the settings for the run's record, with `total_steps` for its progress."""
-        found = {key: value for key, value in asdict(self).items() if key not in ("name", "tags")}
-        found["out"] = None if self.out is None else str(self.out)
-        return {"total_steps": self.steps(rows), "rows": rows, **found}
 
 
 class Task(Protocol):
@@ -126,9 +107,9 @@ async def fit(
     """Train a task from `state` on, step by step."""
     async with AsyncExitStack() as stack:
         if tracked is None:
-            run = await policy.track(
-                name=config.name, tags=config.tags, config=config.to_record(len(task))
-            )
+            rows = len(task)
+            about = config.to_record(total_steps=config.steps(rows), rows=rows)
+            run = await policy.track(name=config.name, tags=config.tags, config=about)
             if run is not None:
                 tracked = run
                 stack.push_async_callback(asyncio.to_thread, run.finish)
@@ -204,7 +185,7 @@ class _Fit:
             await self._finish_one()
 
     def _due(self, step: int, every: int) -> bool:
-        return step == self._total or (every > 0 and step % every == 0)
+        return self._config.is_due(every, step=step, last=self._total)
 
     async def _evaluate(self, step: int, task: Task) -> None:
         """The request follows the step's, so it sees the weights after the step."""
