@@ -15,9 +15,9 @@ from tandem.errors import describe
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Environment, Renderer, rollout
-from tandem.rl.policy import RolloutSampler, Stop
+from tandem.rl.policy import RolloutSampler
 from tandem.rl.rewards import Reward, RewardFailed, RewardPool, Scorer
-from tandem.rl.rollouts import Example, Group, Rollout, Turn
+from tandem.rl.rollouts import Example, Group, Rollout, Stop, Turn
 from tandem.rl.tasks import all_of
 
 Result = TypeVar("Result")

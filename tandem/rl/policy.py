@@ -9,17 +9,15 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Unpack, runtime_checkable
 
 import numpy as np
 
-from tandem.rl.rollouts import Group, Turn
+from tandem.rl.rollouts import Group, SampleSettings, Turn
 from tandem.rl.server import TandemServer, find_server
 
 if TYPE_CHECKING:
     import tinker
-
-Stop: TypeAlias = Sequence[str] | Sequence[int] | None
 
 _ANSWER_SECONDS = 600.0
 """The limit for an answer of the gateway, which another one may replace meanwhile."""
@@ -47,16 +45,7 @@ class RolloutSampler(Protocol):
 
     step: int
 
-    async def sample(
-        self,
-        prompt: Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: Stop,
-    ) -> list[Turn]:
+    async def sample(self, prompt: Sequence[int], **settings: Unpack[SampleSettings]) -> list[Turn]:
         """Return `n` answers to a prompt of token ids."""
         ...
 
@@ -114,21 +103,10 @@ class TinkerPolicy:
         self._server: asyncio.Task[TandemServer | None] | None = None
         self._earlier: int | None = None
 
-    async def sample(
-        self,
-        prompt: Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: Stop,
-    ) -> list[Turn]:
+    async def sample(self, prompt: Sequence[int], **settings: Unpack[SampleSettings]) -> list[Turn]:
         if self._sampler is None:
             raise RuntimeError("the policy was not published yet: await sync() before sample()")
-        return await self._sampler.sample(
-            prompt, n=n, max_tokens=max_tokens, temperature=temperature, seed=seed, stop=stop
-        )
+        return await self._sampler.sample(prompt, **settings)
 
     async def train(
         self,
@@ -271,25 +249,17 @@ class _TinkerSampler:
         self.step = step
         self._client = client
 
-    async def sample(
-        self,
-        prompt: Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: Stop,
-    ) -> list[Turn]:
+    async def sample(self, prompt: Sequence[int], **settings: Unpack[SampleSettings]) -> list[Turn]:
         from tinker import types
 
+        stop = settings["stop"]
         answer = await self._client.sample(
             types.ModelInput.from_ints(list(prompt)),
-            n,
+            settings["n"],
             types.SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
+                max_tokens=settings["max_tokens"],
+                temperature=settings["temperature"],
+                seed=settings["seed"],
                 stop=None if stop is None else list(stop),
             ),
         )

@@ -5,13 +5,27 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 Message: TypeAlias = Mapping[str, object]
 """A message of a chat: `{"role": "user", "content": "2 + 3?"}`."""
 
 Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or the messages of a chat."""
+
+
+Stop: TypeAlias = Sequence[str] | Sequence[int] | None
+"""Texts or token ids that end an answer. None means the model's own."""
+
+
+class SampleSettings(TypedDict):
+    """`n` answers of at most `max_tokens` tokens. The same seed gives the same answers."""
+
+    n: int
+    max_tokens: int
+    temperature: float
+    seed: int | None
+    stop: Stop
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from typing import Protocol
+from typing import Protocol, Unpack
 
 from tandem.rl.environments.chat import Renderer
-from tandem.rl.rollouts import Example, Prompt, Rollout, Turn
+from tandem.rl.rollouts import Example, Prompt, Rollout, SampleSettings, Stop, Turn
 
 _CLOSE_SECONDS = 60.0
 
@@ -40,14 +40,7 @@ class SampleFunction(Protocol):
     """`Policy.sample`: it returns `n` turns whose `observation` is `prompt`."""
 
     def __call__(
-        self,
-        prompt: Sequence[int],
-        *,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-        seed: int | None,
-        stop: Sequence[str] | Sequence[int] | None,
+        self, prompt: Sequence[int], **settings: Unpack[SampleSettings]
     ) -> Awaitable[Sequence[Turn]]: ...
 
 
@@ -62,7 +55,7 @@ async def rollout(
     max_length: int | None = None,
     temperature: float = 1.0,
     seed: int | None = None,
-    stop: Sequence[str] | Sequence[int] | None = None,
+    stop: Stop = None,
 ) -> Rollout:
     """Run one episode, close it, and return its turns with the sum of its rewards.
 
