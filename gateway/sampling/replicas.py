@@ -58,7 +58,7 @@ class Replicas:
     unsent calls back for others, or with True all repeatable calls. `prepare` returns when a
     serving engine is ready for requests. `spread` takes back surplus requests of engines. `failed`
     is called when no engine serves, starts or waits. `requests` returns the requests for the rows
-    of a number of engines. `allowed` is None for a fixed number."""
+    of a number of engines. `allowed` is None for a fixed number. `scaled` if a request set it."""
 
     first: SamplerEngine
     balancer: Balancer[SamplerEngine]
@@ -68,6 +68,7 @@ class Replicas:
     failed: Callable[[TandemError], None]
     requests: Callable[[int], Sequence[WorkerRequest]]
     allowed: ReplicaRange | None = None
+    scaled: bool = False
 
     def __post_init__(self) -> None:
         self.engines = [self.first]

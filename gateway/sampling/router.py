@@ -62,8 +62,8 @@ class SamplerRouter:
         self._scaling: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._kept: set[str] = set()
         """Keys of the samplers whose engines a trainer keeps."""
-        self._ranges: dict[str, ReplicaRange | None] = {}
-        """By key: the ranges of runs, and ranges that were set later."""
+        self._ranges: dict[str, ReplicaRange] = {}
+        """The ranges of runs, by key."""
 
     async def take_up_engines(self, sampled: Sequence[tuple[str, str, int]]) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
@@ -258,11 +258,22 @@ class SamplerRouter:
         if size is not None and (reason := why_unserved_by_cpu(size)):
             raise InvalidRequest(f"the model {model_name} cannot be sampled here: {reason}")
 
-    def allow(self, key: str, allowed: ReplicaRange | None) -> None:
-        """Set the range of a sampler's engines. The sampler may not exist yet."""
+    def allow(self, key: str, allowed: ReplicaRange) -> None:
+        """Set the range that a run wants for a sampler's engines, unless the sampler was scaled. It
+        may not exist yet."""
         self._ranges[key] = allowed
-        if (sampler := self._samplers.get(key)) is not None:
+        sampler = self._samplers.get(key)
+        if sampler is not None and not sampler.replicas.scaled:
             sampler.replicas.allowed = allowed
+
+    async def set_range(self, sampler: Sampler, allowed: ReplicaRange | None) -> None:
+        """Set the range of a sampler's engines, None for a fixed number, until the sampler ends."""
+        sampler.replicas.allowed, sampler.replicas.scaled = allowed, True
+        await self.sessions.set_engine_range(
+            sampler.users | {sampler.key.session_id},
+            str(sampler.key),
+            None if allowed is None else (allowed.least, allowed.most),
+        )
 
     async def scale(self, sampler: Sampler, replicas: int, *, wait: float) -> None:
         """Set the number of a sampler's engines. New ones need devices within `wait` seconds, or
@@ -425,6 +436,9 @@ class SamplerRouter:
         session = self.sessions.get(key.session_id) or self.sessions.require(user)
         options = self._options_of(session, model.name)
         allowed = self._ranges.get(str(key), ReplicaRange.of(options))
+        scaled = session.engine_ranges or {}
+        if str(key) in scaled:
+            allowed = ReplicaRange(*found) if (found := scaled[str(key)]) else None
         asked = max(options.replicas, allowed.least if allowed else 1)
         # A run of the session may have asked for more, or the sampler was scaled.
         replicas = self._replicas_of(str(key), asked=asked)
@@ -465,7 +479,7 @@ class SamplerRouter:
             requests=requests,
         )
         sampler.replicas.resize(replicas)
-        sampler.replicas.allowed = allowed
+        sampler.replicas.allowed, sampler.replicas.scaled = allowed, str(key) in scaled
         return sampler
 
     def _options_of(self, session: Session, model_name: str) -> RunOptions:

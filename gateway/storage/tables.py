@@ -88,6 +88,7 @@ sessions = Table(
     Column("project_id", String(200), nullable=False, default=""),
     Column("owner", String(100), nullable=False),
     Column("sdk_version", String(64), nullable=False, default=""),
+    Column("engine_ranges", JSON),  # see sessions/registry.py
     Column("created_at", Float, nullable=False),
     Column("ended_at", Float),
     Index("sessions_by_state", "state"),

@@ -187,8 +187,8 @@ async def scale_sampler(target: PathText, body: ScaleSampler, access: AccessDep)
     """Set the number of engines of a run, a sampling session, or a session with one sampler. New
     engines get their places at once, or nothing changes. They start, load the last used version,
     and then get requests. Surplus engines get no new requests, finish their current ones, and
-    release their places. A number holds until the sampler ends, `min` and `max` also end with the
-    gateway. Both can be changed at any time."""
+    release their places. The choice holds until the sampler ends, and can be changed at any time.
+    """
     allowed = body.replica_range()
     number = str(body.replicas) if allowed is None else f"{allowed.least} to {allowed.most}"
     access.audit.note(target, replicas=number)
@@ -205,7 +205,7 @@ async def scale_sampler(target: PathText, body: ScaleSampler, access: AccessDep)
         replicas = min(max(has, allowed.least), allowed.most)
     if replicas != has or allowed is None:
         await access.gateway.samplers.scale(sampler, replicas, wait=body.wait)
-    access.gateway.samplers.allow(str(sampler.key), allowed)
+    await access.gateway.samplers.set_range(sampler, allowed)
     return ScaledSampler.of_sampler(sampler, sessions=sorted(sampler.users))
 
 

@@ -72,7 +72,8 @@ class NewSession:
 class Session:
     """A session with a `ttl` has no heartbeats and ends this many seconds after its last request.
     `heard` is set by the client's first request to this gateway. `sdk_version` is empty for the
-    gateway's own sessions."""
+    gateway's own sessions. `engine_ranges` has the least and most engines of scaled samplers by
+    key, None for a fixed number."""
 
     id: str
     created_at: float
@@ -81,6 +82,7 @@ class Session:
     project_id: str = ""
     sdk_version: str = ""
     user_metadata: Mapping[str, object] | None = None
+    engine_ranges: Mapping[str, Sequence[int] | None] | None = None
     ttl: float | None = None
     seen_at: float = field(default_factory=time.monotonic)
     heard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,6 +145,22 @@ class SessionRegistry:
         )
         if (session := self._active.get(session_id)) is not None:
             session.project_id = project_id
+
+    async def set_engine_range(
+        self, session_ids: Iterable[str], sampler: str, allowed: Sequence[int] | None
+    ) -> None:
+        """Note the range of a sampler's engines in its active sessions."""
+        found = [session for each in session_ids if (session := self._active.get(each))]
+        for session in found:
+            session.engine_ranges = {**(session.engine_ranges or {}), sampler: allowed}
+        await self._database.write_together(
+            *(
+                update(sessions)
+                .where(sessions.c.id == session.id)
+                .values(engine_ranges=session.engine_ranges)
+                for session in found
+            )
+        )
 
     def touch(self, session_id: str) -> Session | None:
         """Record activity. Return None for an inactive session."""

@@ -80,6 +80,26 @@ def test_a_range_is_set_at_once_and_a_number_ends_it(start):
             assert (refused.status_code, refused.json()["type"]) == (400, "invalid_request")
 
 
+def test_a_set_range_outlives_the_gateway_and_counts_before_the_metadata(start):
+    def shown(target: str):
+        about = gate.http().get(f"{OWN}/samplers/{target}").json()
+        return about["replicas"], about["min"], about["max"]
+
+    def put(target: str, **body):
+        return gate.http().put(f"{OWN}/samplers/{target}/replicas", json=body)
+
+    with start() as gate:
+        run = gate.run_id(gate.session_id(), min_replicas="1", max_replicas="1")
+        assert shown(run) == (1, 1, 1)
+        put(run, min=0, max=2)
+        assert shown(run) == (1, 0, 2)
+    with start() as gate:
+        assert shown(run) == (1, 0, 2)
+        put(run, replicas=1)
+    with start() as gate:
+        assert shown(run) == (1, None, None)
+
+
 def test_a_range_in_the_metadata_of_a_run_outlives_the_gateway(start):
     with start() as gate:
         run = gate.run_id(gate.session_id(), min_replicas="2", max_replicas="2")

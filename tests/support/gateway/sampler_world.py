@@ -119,6 +119,7 @@ class World:
         )
         sessions: Any = SimpleNamespace(get=self.sessions.get, require=self.sessions.__getitem__)
         sessions.count_of = lambda _owner, ids: len(list(ids))
+        sessions.set_engine_range = self.set_engine_range
         self.launcher = ModelLauncher(self.host)
         self.processes = Processes(
             settings=self.settings,
@@ -161,6 +162,12 @@ class World:
             sessions=sessions,
             limits=Quotas(settings=self.settings.limit, metrics=metrics),
         )
+
+    async def set_engine_range(
+        self, session_ids: set[str], sampler: str, allowed: Sequence[int] | None
+    ) -> None:
+        for each in session_ids & self.sessions.keys():
+            self.sessions[each].engine_ranges = {sampler: allowed}
 
     @property
     def model(self) -> BaseModelEntry:

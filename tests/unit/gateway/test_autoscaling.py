@@ -148,7 +148,7 @@ class Load:
 
 @asynccontextmanager
 async def autoscaled(world: World, allowed: ReplicaRange):
-    world.router.allow(str(world.sampler().key), allowed)
+    await world.router.set_range(world.sampler(), allowed)
     task = asyncio.create_task(Autoscaler(world.router).follow_demand())
     try:
         yield Load(world)
@@ -243,7 +243,8 @@ def test_a_session_names_the_range_in_its_metadata(new_world):
         await world.open()
         replicas = world.sampler().replicas
         assert replicas.allowed == ReplicaRange(2, 3) and len(replicas.engines) == 2
-        world.router.allow(str(world.sampler().key), None)
+        await world.router.set_range(world.sampler(), None)
+        world.router.allow(str(world.sampler().key), ReplicaRange(1, 2))  # a run joins
         assert replicas.allowed is None
 
     world.run(scenario())

@@ -110,7 +110,10 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
 
 
 LOOP_TABLES: set[str] = set()
-LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness", "updates"}}
+LOOP_COLUMNS = {
+    "sampling_sessions": {"min_version", "max_staleness", "updates"},
+    "sessions": {"engine_ranges"},
+}
 RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
 RECORD_COLUMNS = {"runs": {"name", "tags", "config", "parent_run", "parent_step", "ending"}}
 
