@@ -42,7 +42,8 @@ def main() -> dict[str, float]:
     )
     questions = [Example(f"{left}+{right}=") for left in range(10) for right in range(10)]
     with tinker.ServiceClient(base_url=asked.base_url) as service:
-        training = service.create_lora_training_client(asked.model, rank=32).result()
+        made = service.create_lora_training_client(asked.model, rank=32, seed=asked.seed)
+        training = made.result()
         result = train(training, questions, reward, config)
     for step in result.steps:
         print(f"step {step.step}: reward {step.reward:.2f}, age {step.staleness:.1f} steps")

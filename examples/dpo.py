@@ -39,7 +39,8 @@ def main() -> dict[str, float]:
         batch_size=BATCH, learning_rate=5e-4, beta=0.1, seed=asked.seed, name="examples: dpo"
     )
     with tinker.ServiceClient(base_url=asked.base_url) as service:
-        training = service.create_lora_training_client(asked.model, rank=8).result()
+        made = service.create_lora_training_client(asked.model, rank=8, seed=asked.seed)
+        training = made.result()
         held_out = [Preference("7+8=", "15", excuse) for excuse in EXCUSES]
         fitted = dpo(
             training,
