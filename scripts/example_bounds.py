@@ -3,7 +3,7 @@
     python -m scripts.example_bounds --seeds 5 [NAME …]
 
 TINKER_BASE_URL is a gateway with the models `my/model` and `my/chat` of examples/README.md. A bound
-is the worst value of all seeds, and the values' spread beyond it."""
+is the worst value of all seeds, and the values' spread beyond it. A tighter known bound stays."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = ROOT / "examples" / "bounds.json"
@@ -28,6 +29,9 @@ DIRECTIONS: dict[str, dict[str, tuple[str, float]]] = {
 }
 """The numbers of each example that have a bound, with its side and its least margin."""
 
+Sides = dict[str, dict[str, float]]
+"""The bounds by number and side: `at_least` or `at_most`."""
+
 
 def results_of(output: str) -> dict[str, float]:
     """Return the numbers of an example's last line, with the gain of the reward."""
@@ -37,7 +41,7 @@ def results_of(output: str) -> dict[str, float]:
     return found
 
 
-def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, float]) -> list[str]:
+def broken_bounds(bounds: Sides, found: dict[str, float]) -> list[str]:
     """Return the names of the numbers that violate their bounds."""
     return [
         name
@@ -46,7 +50,7 @@ def broken_bounds(bounds: dict[str, dict[str, float]], found: dict[str, float]) 
     ]
 
 
-def measured(name: str, seeds: int) -> dict[str, object]:
+def measured(name: str, seeds: int) -> dict[str, Any]:
     runs: list[dict[str, float]] = []
     seconds: list[float] = []
     for seed in range(seeds):
@@ -56,7 +60,7 @@ def measured(name: str, seeds: int) -> dict[str, object]:
         seconds.append(round(time.monotonic() - began, 1))
         runs.append(results_of(done.stdout))
         print(name, seed, seconds[-1], runs[-1], flush=True)
-    bounds: dict[str, dict[str, float]] = {}
+    bounds: Sides = {}
     for number, (side, least) in DIRECTIONS[name].items():
         values = [run[number] for run in runs]
         worst = min(values) if side == "at_least" else max(values)
@@ -67,6 +71,18 @@ def measured(name: str, seeds: int) -> dict[str, object]:
     return {"bounds": bounds, "values": values_of, "seconds": seconds}
 
 
+def tighter(known: Sides, measured: Sides) -> Sides:
+    """Return the tighter bound of each number: new values never loosen one."""
+    choose = {"at_least": max, "at_most": min}
+    return {
+        number: {
+            side: choose[side](bound, known.get(number, {}).get(side, bound))
+            for side, bound in sides.items()
+        }
+        for number, sides in measured.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(DIRECTIONS))
@@ -74,7 +90,9 @@ def main() -> None:
     asked = parser.parse_args()
     for name in asked.names:
         known = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
-        known[name] = measured(name, asked.seeds)
+        found = measured(name, asked.seeds)
+        before = known.get(name, {}).get("bounds", {})
+        known[name] = {**found, "bounds": tighter(before, found["bounds"])}
         BOUNDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
 
 
