@@ -50,7 +50,7 @@ def main() -> dict[str, float]:
     with tinker.ServiceClient(base_url=asked.base_url) as service:
         training = service.create_lora_training_client(f"{asked.model}:full").result()
         warm_up = SFTConfig(batch_size=32, learning_rate=2e-3, seed=asked.seed)
-        sft(training, imperfect(32 * 100, asked.seed), warm_up)
+        sft(training, imperfect(32 * 200, asked.seed), warm_up)
         config = RLConfig(
             steps=asked.steps,
             groups_per_step=25,
