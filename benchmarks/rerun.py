@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from operator import itemgetter
 from pathlib import Path
 
 import tinker
@@ -35,15 +36,21 @@ import tinker
 from tandem.rl import Example, RLConfig, train
 
 
-def reward(example, answer):
+def note(event):
     with open({noted!r}, "a") as file:
-        print(time.time(), file=file)
+        print(event, time.time(), file=file)
+
+
+def reward(example, answer):
+    note("first_reward")
     return float(answer.count({letter!r}))
 
 
 if __name__ == "__main__":
+    note("imported")
     with tinker.ServiceClient() as service:
         training = service.create_lora_training_client({model!r}, rank=8).result()
+        note("training_client")
         config = RLConfig(
             steps=1, groups_per_step=4, group_size=4, max_tokens=8, learning_rate=1e-3
         )
@@ -52,16 +59,18 @@ if __name__ == "__main__":
 
 
 def run_again(folder: Path, endpoint: Endpoint, letter: str) -> dict[str, float]:
-    """Write and run the script. Return the seconds to the first reward and to the end."""
-    noted = folder / f"rewards-{ord(letter)}"
+    """Write and run the script. Return the seconds from its start to each event."""
+    noted = folder / f"events-{ord(letter)}"
     script = folder / "loop.py"
     script.write_text(SCRIPT.format(noted=str(noted), letter=letter, model=MODEL))
     environment = {"TINKER_BASE_URL": endpoint.url, "TINKER_API_KEY": endpoint.api_key}
     began = time.time()
     subprocess.run([sys.executable, script], env={**os.environ, **environment}, check=True)
     ended = time.time()
-    first = float(noted.read_text().split()[0])
-    return {"first_reward": round(first - began, 2), "whole_run": round(ended - began, 2)}
+    events = [line.split() for line in noted.read_text().splitlines()]
+    times = {event: float(at) for event, at in reversed(events)}  # the first of each
+    times["whole_run"] = ended
+    return {event: round(at - began, 2) for event, at in sorted(times.items(), key=itemgetter(1))}
 
 
 def main() -> int:
