@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Unpack, runtime_checkable
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _ANSWER_SECONDS = 600.0
 """The limit for an answer of the gateway, which another one may replace meanwhile."""
+
+_SEARCH_PAUSES = (1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Seconds between the questions whether a gateway is Tandem's."""
 
 _LOAD_SECONDS = 600.0
 """The limit for an open training client, which may wait for its trainer's start."""
@@ -216,8 +220,21 @@ class TinkerPolicy:
 
     async def _find_server(self) -> TandemServer | None:
         if self._server is None:
-            self._server = asyncio.ensure_future(asyncio.to_thread(find_server, self.training))
+            self._server = asyncio.ensure_future(self._search_server())
         return await self._server
+
+    async def _search_server(self) -> TandemServer | None:
+        """Ask again while the gateway is silent: another one may replace it. After a minute, the
+        loop goes on as on another Tinker server."""
+        failure = ""
+        for pause in _SEARCH_PAUSES:
+            try:
+                return await asyncio.to_thread(find_server, self.training)
+            except ConnectionError as error:
+                failure = str(error)
+            await asyncio.sleep(pause)
+        warnings.warn(f"the loop uses no route of Tandem: {failure}", stacklevel=2)
+        return None
 
     async def _earlier_steps(self, server: TandemServer) -> int:
         """The server counts the steps of the loaded checkpoint, too. No step may be under way.

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from tandem.errors import describe
 from tandem.protocol.own_machine import http_client
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ class TandemServer:
 
 
 def find_server(training: tinker.TrainingClient) -> TandemServer | None:
-    """Return the routes of the client's gateway, or None if it is not Tandem's."""
+    """Return the routes of the client's gateway, or None if it is not Tandem's. Raises
+    `ConnectionError` if nobody answers."""
     import httpx
 
     # The SDK has no public names for its address and key.
@@ -88,7 +90,13 @@ def find_server(training: tinker.TrainingClient) -> TandemServer | None:
     address = f"{str(url).rstrip('/')}/api/tandem/v1/"
     client = http_client(address, headers={"X-API-Key": str(key)}, timeout=30)
     try:
-        found = client.get(f"runs/{training.model_id}").is_success
-    except httpx.HTTPError:
-        found = False
-    return TandemServer(client, run_id=str(training.model_id)) if found else None
+        answer = client.get(f"runs/{training.model_id}")
+        failure = f"status {answer.status_code}" if answer.is_server_error else ""
+    except httpx.HTTPError as error:
+        failure = describe(error)
+    if not failure and answer.is_success:
+        return TandemServer(client, run_id=str(training.model_id))
+    client.close()
+    if failure:
+        raise ConnectionError(f"{url} does not answer: {failure}")
+    return None

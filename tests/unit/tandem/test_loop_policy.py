@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -180,6 +181,44 @@ async def test_the_load_is_that_of_the_awake_engines():
     assert await knows(policy, _Routes({"samplers/run": asleep})).load() is None
     assert await knows(policy, _Routes({})).load() is None
     assert await knows(policy, None).load() is None
+
+
+SILENT = "http://gateway does not answer: status 503"
+
+
+@pytest.mark.parametrize(
+    ("answers", "found"),
+    [
+        (["refused", 503, 200], True),
+        ([200], True),
+        ([404], False),
+        ([401], False),
+        (["refused", 404], False),
+        ([503] * 99, False),
+    ],
+)
+@in_virtual_time
+async def test_a_gateway_that_is_silent_for_a_while_is_found(monkeypatch, answers, found):
+    left = iter(answers)
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if (status := next(left)) == "refused":
+            raise httpx.ConnectError("refused")
+        known = request.url.path == "/api/tandem/v1/runs/s-1:train:0"
+        return httpx.Response(status, json={"last_step": None} if known else None)
+
+    monkeypatch.setattr(
+        "tandem.rl.server.http_client",
+        lambda url, **_options: httpx.Client(base_url=url, transport=httpx.MockTransport(answer)),
+    )
+    training = _Training()
+    training.holder = SimpleNamespace(_base_url="http://gateway", _api_key="key")
+    policy = TinkerPolicy(training)
+    with warnings.catch_warnings(record=True) as warned:
+        assert (await policy._find_server() is not None) == found
+    said = [str(each.message) for each in warned]
+    assert said == ["the loop uses no route of Tandem: " + SILENT] * (len(answers) == 99)
+    assert now() < 61
 
 
 def test_a_page_of_a_proxy_counts_as_a_silent_gateway():
