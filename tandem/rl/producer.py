@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import warnings
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
@@ -179,10 +180,12 @@ class Producer:
         del self._attempts[number]
         self.dropped["given_up"] += 1
         self._failed_in_a_row += 1
+        reason = self._describe_failure() or "unknown"
+        if self._failed_in_a_row == 1:  # a loop without any success ends minutes later
+            warnings.warn(f"an example was given up; the last failure: {reason}", stacklevel=2)
         if self._failed_in_a_row >= self._most_failures:
             raise RolloutsFailed(
                 f"{self._failed_in_a_row} examples in a row had fewer than {self._needed} usable "
-                f"rollouts in {ATTEMPTS} attempts each; the last failure: "
-                f"{self._describe_failure() or 'unknown'}"
+                f"rollouts in {ATTEMPTS} attempts each; the last failure: {reason}"
             )
         self._draw()

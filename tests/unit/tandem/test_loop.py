@@ -209,8 +209,11 @@ async def test_an_example_whose_samples_fail_is_drawn_three_times():
 @in_virtual_time
 async def test_a_loop_ends_with_the_reason_if_all_samples_fail():
     policy = _Unreliable(always=set(range(40)), sometimes=set())
+    task = asyncio.create_task(run(policy, a_config()))
+    with pytest.warns(UserWarning, match="given up; .* the engine refused the prompt"):
+        await asyncio.sleep(5.0)
     with pytest.raises(RolloutsFailed, match="the engine refused the prompt"):
-        await run(policy, a_config())
+        await task
 
 
 class _Outage(FakePolicy):
