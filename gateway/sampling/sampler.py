@@ -24,20 +24,18 @@ from gateway.identifiers import relative_version_folder
 from gateway.metrics import Metrics
 from gateway.owners.limits import Rate
 from gateway.owners.usage.meter import SampleMeter
-from gateway.sampling.balancer import Balancer, Work
+from gateway.sampling.balancer import Work
+from gateway.sampling.calls import AssignedCall, SamplerCalls
 from gateway.sampling.engine import EngineLost, SamplerEngine
-from gateway.sampling.replicas import Replicas
 from gateway.storage.futures.table import Future, Outcome, Result, Waiting
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.requests import WorkerRequest
-from gateway.workers.sampler_client import Answer, SamplerClient, Tell
-from gateway.workers.worker import Worker
+from gateway.workers.sampler_client import SamplerClient, Tell
 from tandem.errors import (
     InternalError,
     LoadFailed,
     OperationTimedOut,
     TandemError,
-    WorkerDied,
     describe,
     from_failure,
 )
@@ -94,32 +92,6 @@ class SampleCall:
 
 
 @dataclass(eq=False, kw_only=True)
-class _Call:
-    """A call to the assigned `engine`. `during` describes it in messages. `worker` is the process
-    that received it, None before. `task` awaits the answer. A call `taken_back` goes to the engine
-    `to`, or to any."""
-
-    work: Work
-    version: common_pb2.WeightVersion
-    during: str
-    engine: SamplerEngine
-    may_repeat: Callable[[], bool] = lambda: True
-    worker: Worker | None = None
-    task: asyncio.Task[object] | None = None
-    taken_back: bool = False
-    to: SamplerEngine | None = None
-
-    def take_back(self, *, to: SamplerEngine | None = None) -> None:
-        if self.task is not None and not self.taken_back and self.may_repeat():
-            self.taken_back, self.to = True, to
-            self.task.cancel()
-
-    def was_only_taken_back(self) -> bool:
-        """Return whether the task was cancelled only to take the call back. It then continues."""
-        return self.taken_back and self.task is not None and not self.task.uncancel()
-
-
-@dataclass(eq=False, kw_only=True)
 class Sampler:
     """Serves the base model, full weight versions one after the other, and adapters up to the key's
     rank side by side. The key names its creating session. `users` are its current sessions.
@@ -141,22 +113,9 @@ class Sampler:
         self.waiting_of: Counter[str] = Counter()  # by owner, unfinished samples
         self._numbers: list[int] = []  # ascending numbers of samples, for positions in the queue
         self.completions = Rate()
-        self.balancer = Balancer(
-            lambda work: self.replicas.serving("" if work.loads else work.version),
-            lambda work: None if work.loads else self.replicas.refusal(work.version),
-        )
-        self.replicas = Replicas(
-            first=self.engine,
-            balancer=self.balancer,
-            take_back=self._take_back,
-            prepare=self._prepare,
-            spread=self._spread,
-            failed=self.balancer.fail,
-            requests=self.requests,
-        )
-        self._calls: dict[_Call, None] = {}  # in order of sending
+        self.calls = SamplerCalls(first=self.engine, prepare=self._prepare, requests=self.requests)
+        self.balancer, self.replicas = self.calls.balancer, self.calls.replicas
         self._newest: common_pb2.WeightVersion | None = None
-        self._stopped: TandemError | None = None
         self._log = get_log(session_id=self.key.session_id)
 
     @property
@@ -170,8 +129,7 @@ class Sampler:
     @property
     def unsent(self) -> int:
         """The number of samples that no engine has yet."""
-        sent = sum(call.worker is not None for call in self._calls if call.work.samples)
-        return len(self.samples) - sent
+        return len(self.samples) - self.calls.sent_samples
 
     @property
     def serves(self) -> bool:
@@ -230,9 +188,9 @@ class Sampler:
     async def _draw(self, sample: SampleCall) -> Result:
         request = sample.request
         work = Work.of_request(request, beginnings=len(self.engines) > 1)
-        engine = await self._assigned(work)  # start-up time is not billed
+        engine = await self.calls.assigned(work)  # start-up time is not billed
         tell = sample.tell_and_note if sample.tell is not None else None
-        drawing = _Call(
+        drawing = AssignedCall(
             work=work,
             version=request.version,
             during="this sample",
@@ -245,7 +203,7 @@ class Sampler:
             sample.check(request.version)  # it, or its trainer, may have gone on
             return client.sample(request, tell)
 
-        answer = self._send(drawing, send)
+        answer = self.calls.send_call(drawing, send)
         reply = await self.meter.measure(
             request,
             answer,
@@ -306,7 +264,7 @@ class Sampler:
         self._newest = request.version
         for engine, reply in replies:
             if reply.HasField("failure"):
-                self._note_refused(engine, version.name, reply.failure.message)
+                self.calls.note_refused(engine, version.name, reply.failure.message)
         for engine, reply in loaded:
             engine.note_loaded(reply.version.name, adapter=version.adapter)
             self._log.info(
@@ -341,14 +299,14 @@ class Sampler:
         """Return the engines' answers. There is at least one, because a dead engine is replaced.
         Without an answer in time, it is a failure."""
         work = Work(request.version.name)
-        engine = await self._assigned(work)
-        load = _Call(work=work, version=request.version, during="a load", engine=engine)
+        engine = await self.calls.assigned(work)
+        load = AssignedCall(work=work, version=request.version, during="a load", engine=engine)
         others = [each for each in self.replicas.serving() if each is not load.engine]
         asked = {(each, each.process) for each in (engine, *others)}
         tasks = [asyncio.create_task(self._load_too(engine, request)) for engine in others]
         try:
             try:
-                reply = await self._send(
+                reply = await self.calls.send_call(
                     load,
                     lambda client: (
                         self._load_in_time(load.engine, client, request)
@@ -377,17 +335,12 @@ class Sampler:
         earlier samples of other versions, which come first."""
         timeout = engine.settings.operation_timeout
 
-        def samples_before() -> set[_Call]:
-            sent = (each for each in self._calls if each.engine is engine and each.worker)
-            samples = (each for each in sent if each.work.samples)
-            return {each for each in samples if each.version.name != request.version.name}
-
         loading = asyncio.ensure_future(client.load(request))
         try:
             await asyncio.wait([loading], timeout=_OVERTAKING)
-            before = samples_before()
+            before = self.calls.samples_at(engine, but=request.version.name)
             while not (await asyncio.wait([loading], timeout=timeout))[0]:
-                before &= samples_before()
+                before &= self.calls.samples_at(engine, but=request.version.name)
                 if not before:
                     raise OperationTimedOut(
                         f"it did not load the weights within {timeout:g} s "
@@ -402,10 +355,10 @@ class Sampler:
     ) -> sampler_pb2.LoadReply | None:
         """Return one engine's answer beside others, None if it leaves or its process ended."""
         work = Work(request.version.name)
-        load = _Call(work=work, version=request.version, during="a load", engine=engine)
+        load = AssignedCall(work=work, version=request.version, during="a load", engine=engine)
         with self.balancer.under_way(engine, work):
             try:
-                return await self._ask(load, lambda c: self._load_in_time(engine, c, request))
+                return await self.calls.ask(load, lambda c: self._load_in_time(engine, c, request))
             except EngineLost:
                 return None
             except (WorkerUnavailable, TandemError) as error:
@@ -427,127 +380,13 @@ class Sampler:
             if reply is None:
                 return
             if reply.HasField("failure"):
-                self._note_refused(engine, version.name, reply.failure.message)
+                self.calls.note_refused(engine, version.name, reply.failure.message)
             else:
                 engine.note_loaded(version.name, adapter=version.adapter)
-
-    def _note_refused(self, engine: SamplerEngine, name: str, reason: str) -> None:
-        """Send an engine no more samples of a version that other engines serve."""
-        engine.note_refused(name, reason)
-        self._log.warning("version_degraded", version=name, engine=engine.process, reason=reason)
-        for call in [*self._calls]:
-            unsent = call.engine is engine and call.worker is None
-            if unsent and call.version.name == name and call.work.samples:
-                call.take_back()
-        self.balancer.assign_waiting()
-
-    # --- Calls to the engines -----------------------------------------------------------------
 
     def _demand(self, change: int) -> None:
         for engine in self.engines:
             engine.demand += change
-
-    def _take_back(self, engine: SamplerEngine, sent: bool) -> None:
-        """Take back an engine's unsent calls, or with `sent` all its repeatable calls."""
-        for call in [*self._calls]:
-            if call.engine is engine and (sent or call.worker is None):
-                call.take_back()
-
-    def _relieve(self, idle: SamplerEngine) -> None:
-        """Give an idle engine half of the samples that wait for devices at each other engine."""
-        if self.balancer.load_of(idle).requests or not idle.has_devices:
-            return
-        serving = self.replicas.serving()
-        for other in serving if idle in serving else ():
-            if other.waits_for_devices:
-                calls = [c for c in self._calls if c.engine is other and c.worker is None]
-                calls = [call for call in calls if call.work.samples]
-                for call in calls[len(calls) // 2 :]:
-                    call.take_back(to=idle)
-
-    def _spread(self) -> None:
-        samples: Counter[SamplerEngine] = Counter()
-        for call in [*self._calls]:
-            first = not samples[call.engine]
-            samples[call.engine] += call.work.samples
-            beyond = samples[call.engine] > self.balancer.most_samples > 0
-            if beyond and call.work.samples and not first:
-                call.take_back()
-
-    async def _assigned(self, work: Work) -> SamplerEngine:
-        """Return a serving engine with room, started if needed. Raises the start's
-        `WorkerStartFailed`, or the error that stopped the sampler."""
-        if self._stopped is not None:
-            raise self._stopped
-        self.start()
-        return await self.balancer.assign(work)
-
-    async def _send(
-        self, call: _Call, send: Callable[[SamplerClient], Awaitable[Answer]]
-    ) -> Answer:
-        """Send an assigned call and return the answer. If the engine dies and the call
-        `may_repeat`, or it is taken back, send it to another engine. If nobody answers for the
-        engine, another one gets the call once. Raises `WorkerDied`, and as `_assigned` and the
-        call."""
-        died = late = False
-        while True:
-            engine = call.engine
-            try:
-                reply = await self._ask(call, send)
-                if not self._is_refused_alone(call, reply):
-                    return reply
-            except EngineLost:
-                pass
-            except OperationTimedOut:
-                others = (each for each in self.engines if each is not engine)
-                if late or call.worker is not None or not any(each.serves for each in others):
-                    raise
-                late = True
-            except asyncio.CancelledError:
-                if not call.was_only_taken_back():
-                    raise
-            except WorkerUnavailable as error:
-                if died:
-                    raise WorkerDied(
-                        f"the sampler died twice during {call.during}: {error}"
-                    ) from error
-                if not call.may_repeat():
-                    raise WorkerDied(f"the sampler died during {call.during}: {error}") from error
-                died = True
-                assert call.worker is not None
-                engine.doubt(call.worker)
-            finally:
-                self.balancer.end(engine, call.work)
-                self._relieve(engine)
-            if call.to is not None and self.balancer.give(call.to, call.work):
-                call.engine = call.to
-            else:
-                call.engine = await self._assigned(call.work)
-
-    def _is_refused_alone(self, call: _Call, reply: Answer) -> bool:
-        """Whether an engine cannot load a sample's version, and another engine has it."""
-        name, failure = call.version.name, reply.failure
-        others = (each for each in self.replicas.serving(name) if each is not call.engine)
-        refused = failure.type == LoadFailed.type and call.work.samples > 0
-        alone = refused and any(name in each.loaded for each in others)
-        if alone:
-            self._note_refused(call.engine, name, failure.message)
-        return alone
-
-    async def _ask(self, call: _Call, send: Callable[[SamplerClient], Awaitable[Answer]]) -> Answer:
-        """Return the engine's answer. The call can be taken back meanwhile."""
-
-        async def noted(client: SamplerClient) -> Answer:
-            call.worker = client.worker
-            return await send(client)
-
-        call.worker, call.taken_back, call.to = None, False, None
-        # Not a new task, which would cost a turn of the event loop each way.
-        call.task, self._calls[call] = asyncio.current_task(), None
-        try:
-            return await call.engine.call(noted, version=call.version)
-        finally:
-            del self._calls[call]
 
     # --- Ends ---------------------------------------------------------------------------------
 
@@ -557,7 +396,7 @@ class Sampler:
             await self.engine.rest()
 
     async def stop(self, error: TandemError) -> None:
-        self._stopped = error
+        self.calls.stopped = error
         for sample in self.samples.values():
             sample.future.resolve(error)
         await self.replicas.stop(error)

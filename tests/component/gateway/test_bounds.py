@@ -145,14 +145,14 @@ def test_samples_are_sent_with_the_chosen_updates(
 
 def hold(sampler) -> asyncio.Event:
     """Hold back a sampler's samples before they are sent, until the returned event is set."""
-    event, assigned = asyncio.Event(), sampler._assigned
+    event, assigned = asyncio.Event(), sampler.calls.assigned
 
     async def later(work):
         if work.samples:  # a load goes on
             await event.wait()
         return await assigned(work)
 
-    sampler._assigned = later
+    sampler.calls.assigned = later
     return event
 
 
@@ -339,7 +339,7 @@ async def test_v1_checks_a_request_again_before_it_is_sent(speaking, speaker, st
     client = client_of(speaking)
     complete(client, model=speaker.model_id)
     held = speaking.gateway.samplers.all()[-1]
-    assigned = held._assigned
+    assigned = held.calls.assigned
     goes_on = speaking.run(lambda: hold(held))
     async with async_client_of(speaking) as client:
         run = speaking.gateway.runs.get(speaker.model_id)
@@ -356,7 +356,7 @@ async def test_v1_checks_a_request_again_before_it_is_sent(speaking, speaker, st
         speaking.run(goes_on.set)
         with pytest.raises(openai.APIStatusError) as caught:
             await asked
-    held._assigned = assigned
+    held.calls.assigned = assigned
     assert (caught.value.status_code, caught.value.body["code"]) == (412, "stale_version")
 
 
