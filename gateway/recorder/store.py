@@ -1,16 +1,18 @@
 """The traces of all owners, each in a file of the private directory.
 
 A file's first line is a `TraceHead`, and each other one a turn. An answer is given after its turn
-was written, so a new gateway continues all traces. Traces in memory are a cache of the files."""
+is on the disk, so a new gateway continues all traces. Traces in memory are a cache of the files."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
+import os
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from gateway.owners.limits import Quotas
 from gateway.recorder.conversation import Conversations, RecordedTurn, decode_turn, encode_turn
 from tandem.errors import StorageFailed, TraceEnded, UnknownTrace, describe
 from tandem.telemetry import get_log
+from tandem.weights.store import fsync_path, make_folder
 
 TRACE_TTL = 86_400.0
 """Seconds during which a trace takes turns."""
@@ -73,7 +76,8 @@ class TraceStore:
         self._traces = await asyncio.to_thread(self._find_files)
 
     def _find_files(self) -> dict[str, Trace]:
-        self.folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileExistsError):
+            make_folder(self.folder, mode=0o700)
         found = {}
         for file in sorted(self.folder.glob(f"{_ID}*.jsonl")):
             try:
@@ -139,7 +143,7 @@ class TraceStore:
             return await self._read(trace)
 
     async def add_turns(self, trace: Trace, turns: Sequence[RecordedTurn]) -> None:
-        """Write turns, and return when they are in the file. The client's end does not stop the
+        """Write turns, and return when they are on the disk. The client's end does not stop the
         write, because the next one waits for it. Raises `TraceEnded` if the trace has no room,
         `UnknownTrace` if it was deleted meanwhile, and `StorageFailed`."""
         await asyncio.shield(asyncio.ensure_future(self._add_turns(trace, turns)))
@@ -208,11 +212,15 @@ class TraceStore:
 
 
 def _append(file: Path, lines: bytes, *, at: int) -> None:
-    """Write behind the first `at` bytes. Others are of a write that failed."""
+    """Write behind the first `at` bytes, and sync. Others are of a write that failed."""
     with file.open("r+b" if at else "xb") as stream:
         stream.seek(at)
         stream.truncate()
         stream.write(lines)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if not at:
+        fsync_path(file.parent)
 
 
 def _read_file(file: Path) -> tuple[Conversations, int]:

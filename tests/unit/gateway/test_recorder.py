@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import threading
 from array import array
@@ -223,6 +225,26 @@ def test_traces_beyond_the_memory_are_read_again_from_their_files(tmp_path, monk
         assert sum(trace.conversations is not None for trace in traces) < 5
         for trace in traces:
             assert len((await store.read_turns(trace)).turns) == 3
+
+    asyncio.run(main())
+
+
+def test_a_turn_is_synced_before_it_counts_as_recorded(tmp_path, monkeypatch):
+    def fail(_fd):
+        raise OSError(errno.EIO, "Input/output error")
+
+    async def main():
+        store = await opened(tmp_path)
+        trace, _key = await new_trace(store)
+        await store.add_turns(trace, [turn(digest=b"1")])
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", fail)
+            with pytest.raises(StorageFailed, match="was not recorded"):
+                await store.add_turns(trace, [turn(digest=b"2")])
+        await store.add_turns(trace, [turn(digest=b"3")])
+        store = await opened(tmp_path)
+        found = await store.read_turns(store.require_trace(trace.head.id))
+        assert [each.digest for each in found.turns] == [b"1", b"3"]
 
     asyncio.run(main())
 
