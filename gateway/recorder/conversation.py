@@ -17,6 +17,9 @@ import orjson
 
 Message = dict[str, object]
 
+_TURN_BYTES = 1000
+_VERSION_BYTES = 200
+
 
 @dataclass(frozen=True)
 class RecordedVersion:
@@ -31,18 +34,24 @@ class RecordedVersion:
 class RecordedTurn:
     """One answer. `parent` is the number of the turn that it continues, or None. `prompt` are the
     token ids between the parent's last token and the answer. `tokens` and `logprobs` are the
-    sampled ones. `messages` are new since the parent, without the `answer`. `digest` identifies the
-    conversation with the answer."""
+    sampled ones. `messages` are the JSON of the list of new messages since the parent, the answer
+    last: objects would take a multiple of its memory. `digest` identifies the conversation with the
+    answer."""
 
     parent: int | None
     prompt: Sequence[int]
     tokens: Sequence[int]
     logprobs: Sequence[float]
     versions: Sequence[RecordedVersion]
-    messages: Sequence[Message]
-    answer: Message
+    messages: bytes
     digest: bytes
     stop_reason: str
+
+    @property
+    def size(self) -> int:
+        """About the bytes of memory."""
+        numbers = 4 * (len(self.prompt) + len(self.tokens) + len(self.logprobs))
+        return numbers + len(self.messages) + _VERSION_BYTES * len(self.versions) + _TURN_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +96,14 @@ class Conversations:
 
     def __init__(self) -> None:
         self.turns: list[RecordedTurn] = []
+        self.size = 0
+        """About the bytes of memory."""
         self._newest: dict[bytes, int] = {}
 
     def add_turn(self, turn: RecordedTurn) -> None:
         self._newest[turn.digest] = len(self.turns)
         self.turns.append(turn)
+        self.size += turn.size
 
     def find_parent(self, digests: Digests) -> tuple[int, int] | None:
         """Return the number of the longest recorded conversation that a request begins with, and
@@ -138,7 +150,7 @@ class Conversations:
             logprobs += [*[0.0] * before, *turn.logprobs]
             mask += [*[0] * before, *[int(number not in trained)] * sampled]
             steps += [*[None] * before, *(r.step for r in turn.versions for _ in range(r.tokens))]
-            messages += [*turn.messages, turn.answer]
+            messages += json.loads(turn.messages)
             trained.add(number)
         return TrainingSequence(
             turns=numbers,
@@ -162,6 +174,11 @@ class Conversations:
         return numbers[::-1]
 
 
+def encode_messages(messages: Sequence[Message]) -> bytes:
+    """Return JSON. Unlike orjson, this writes numbers of any size."""
+    return json.dumps(messages).encode()
+
+
 def encode_turn(turn: RecordedTurn) -> bytes:
     """Return a line of the trace's file."""
     return orjson.dumps(
@@ -171,8 +188,7 @@ def encode_turn(turn: RecordedTurn) -> bytes:
             "tokens": list(turn.tokens),
             "logprobs": list(turn.logprobs),
             "versions": [[run.version, run.step, run.tokens] for run in turn.versions],
-            "messages": orjson.Fragment(json.dumps(turn.messages)),  # numbers of any size
-            "answer": turn.answer,
+            "messages": orjson.Fragment(turn.messages),
             "digest": turn.digest.hex(),
             "stop_reason": turn.stop_reason,
         },
@@ -189,8 +205,7 @@ def decode_turn(line: bytes) -> RecordedTurn:
         # JSON has no NaN, which broken weights give.
         logprobs=array("f", [nan if each is None else each for each in fields["logprobs"]]),
         versions=[RecordedVersion(*run) for run in fields["versions"]],
-        messages=fields["messages"],
-        answer=fields["answer"],
+        messages=encode_messages(fields["messages"]),
         digest=bytes.fromhex(fields["digest"]),
         stop_reason=fields["stop_reason"],
     )

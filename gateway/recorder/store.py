@@ -1,7 +1,8 @@
 """The traces of all owners, each in a file of the private directory.
 
 A file's first line is a `TraceHead`, and each other one a turn. An answer is given after its turn
-is on the disk, so a new gateway continues all traces. Traces in memory are a cache of the files."""
+is on the disk, so a new gateway continues all traces. The name of a full trace's file ends in
+`.full.jsonl`. Traces in memory are a cache of the files."""
 
 from __future__ import annotations
 
@@ -31,8 +32,9 @@ TRACE_BYTES = 64 * 2**20
 _READABLE = 86_400.0
 """Seconds during which an ended trace can still be read."""
 _CACHED_BYTES = 256 * 2**20
-"""The size of the files whose turns are in memory."""
+"""The most memory for turns, together."""
 _ID = "tr-"
+_FULL = ".full.jsonl"
 
 
 class TraceHead(BaseModel):
@@ -86,7 +88,12 @@ class TraceStore:
             except (OSError, ValueError) as error:
                 get_log().warning("trace_not_read", file=file.name, reason=describe(error))
                 continue
-            found[head.id] = Trace(head=head, file=file, bytes=file.stat().st_size)
+            found[head.id] = Trace(
+                head=head,
+                file=file,
+                bytes=file.stat().st_size,
+                full=file.name.endswith(_FULL),
+            )
         return found
 
     async def create_trace(
@@ -151,26 +158,25 @@ class TraceStore:
     async def _add_turns(self, trace: Trace, turns: Sequence[RecordedTurn]) -> None:
         async with trace.lock:
             conversations = await self._read(trace)
-            if self._traces.get(trace.head.id) is not trace:
-                raise unknown_trace(trace.head.id)
             lines = await asyncio.to_thread(lambda: b"".join(map(encode_turn, turns)))
             if trace.bytes + len(lines) > TRACE_BYTES:
                 trace.full = True
+                with suppress(OSError):  # then only this gateway knows
+                    trace.file = await asyncio.to_thread(_mark_full, trace.file)
                 raise _full(trace)
             try:
                 await asyncio.to_thread(_append, trace.file, lines, at=trace.bytes)
             except OSError as error:
                 raise StorageFailed(f"the turn was not recorded: {error.strerror}") from error
             trace.bytes += len(lines)
-            self._cached_bytes += len(lines)
             for turn in turns:
                 conversations.add_turn(turn)
+                self._cached_bytes += turn.size
 
     async def remove_trace(self, trace: Trace) -> None:
         async with trace.lock:
             self._traces.pop(trace.head.id, None)
-            if self._cached.pop(trace.head.id, None) is not None:
-                self._cached_bytes -= trace.bytes
+            self._forget(trace)
             await asyncio.to_thread(trace.file.unlink, missing_ok=True)
 
     async def expire_traces(self) -> None:
@@ -181,6 +187,8 @@ class TraceStore:
                 await self.remove_trace(trace)
 
     async def _read(self, trace: Trace) -> Conversations:
+        if self._traces.get(trace.head.id) is not trace:
+            raise unknown_trace(trace.head.id)
         if (found := trace.conversations) is not None:
             self._note_use(trace)
             return found
@@ -197,8 +205,8 @@ class TraceStore:
     def _note_use(self, trace: Trace) -> None:
         """Keep the trace's turns in memory, and forget those of the least recently used traces
         above the bound. Their files have all turns."""
-        if trace.head.id not in self._cached:
-            self._cached_bytes += trace.bytes
+        if trace.head.id not in self._cached and trace.conversations is not None:
+            self._cached_bytes += trace.conversations.size
         self._cached[trace.head.id] = trace
         self._cached.move_to_end(trace.head.id)
         while self._cached_bytes > _CACHED_BYTES and len(self._cached) > 1:
@@ -206,9 +214,12 @@ class TraceStore:
             if oldest.lock.locked():  # it is in use, so it is not the oldest
                 self._cached.move_to_end(oldest.head.id)
                 break
-            del self._cached[oldest.head.id]
-            self._cached_bytes -= oldest.bytes
-            oldest.conversations = None
+            self._forget(oldest)
+
+    def _forget(self, trace: Trace) -> None:
+        if self._cached.pop(trace.head.id, None) and trace.conversations is not None:
+            self._cached_bytes -= trace.conversations.size
+        trace.conversations = None
 
 
 def _append(file: Path, lines: bytes, *, at: int) -> None:
@@ -221,6 +232,12 @@ def _append(file: Path, lines: bytes, *, at: int) -> None:
         os.fsync(stream.fileno())
     if not at:
         fsync_path(file.parent)
+
+
+def _mark_full(file: Path) -> Path:
+    marked = file.rename(file.with_suffix(_FULL))
+    fsync_path(file.parent)
+    return marked
 
 
 def _read_file(file: Path) -> tuple[Conversations, int]:

@@ -9,7 +9,13 @@ from gateway.api.openai.prompts import PreparedPrompt, prompts_of
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
 from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.checkpoints.versions import WeightVersion
-from gateway.recorder.conversation import Conversations, Digests, RecordedTurn, RecordedVersion
+from gateway.recorder.conversation import (
+    Conversations,
+    Digests,
+    RecordedTurn,
+    RecordedVersion,
+    encode_messages,
+)
 from gateway.recorder.store import Trace, TraceStore
 from tandem.wire.v1 import tinker_pb2
 
@@ -74,8 +80,9 @@ class TurnRecording:
                     tokens=array("i", one.tokens),
                     logprobs=array("f", one.logprobs),
                     versions=_versions(one, version),
-                    messages=self._request.messages[self._repeated :],
-                    answer=dict(answer),
+                    messages=encode_messages(
+                        [*self._request.messages[self._repeated :], dict(answer)]
+                    ),
                     digest=digests.after(answer),
                     stop_reason="length"
                     if one.stop_reason == tinker_pb2.STOP_REASON_LENGTH

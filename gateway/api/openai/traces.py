@@ -46,7 +46,7 @@ from gateway.api.request_body import JSON
 from gateway.api.routing import PathOperation, Refuses, Router, credential_of
 from gateway.core import Gateway
 from gateway.owners.auth.identity import Caller
-from gateway.recorder.conversation import Conversations, TrainingSequence
+from gateway.recorder.conversation import Conversations, TrainingSequence, encode_messages
 from gateway.recorder.store import Trace, unknown_trace
 from tandem.errors import TraceEnded, Unauthenticated, UnknownTrace
 
@@ -304,6 +304,6 @@ def _described(found: TrainingSequence) -> dict[str, Any]:
             {"start": at - 1, "tokens": run.tokens, "version": run.version, "step": run.step}
             for at, run in found.versions
         ],
-        "messages": found.messages,
+        "messages": orjson.Fragment(encode_messages(found.messages)),
         "turns": found.turns,
     }

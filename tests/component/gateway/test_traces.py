@@ -98,6 +98,13 @@ def test_a_streamed_turn_is_recorded_before_the_stream_ends(gate):
     assert [sampled_of(each) for each in trace.sequences] == ["yo<eos>ok<eos>"]
 
 
+def test_a_message_may_have_numbers_of_any_size(gate):
+    trace = Trace(gate)
+    trace.say("yo", USER | {"number": 2**70})
+    (sequence,) = trace.sequences
+    assert sequence["messages"][0]["number"] == 2**70
+
+
 def test_each_of_several_choices_is_a_turn(gate):
     trace = Trace(gate)
     trace.say("yo", USER, n=2)

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import threading
+import tracemalloc
 from array import array
 from collections import Counter
 from itertools import accumulate
@@ -21,7 +22,7 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.metrics import Metrics
 from gateway.owners.limits import Quotas
 from gateway.recorder import store as stores
-from gateway.recorder.conversation import Conversations, Digests, RecordedTurn
+from gateway.recorder.conversation import Conversations, Digests, RecordedTurn, encode_messages
 from gateway.recorder.store import TraceStore
 from tandem.errors import LimitExceeded, StorageFailed, TraceEnded, UnknownTrace
 from tandem.settings.requests import LimitSettings
@@ -164,8 +165,7 @@ def turn(**changes) -> RecordedTurn:
         "tokens": [2],
         "logprobs": [-1.0],
         "versions": [],
-        "messages": [USER],
-        "answer": {"role": "assistant", "content": "x" * 1000},
+        "messages": encode_messages([USER, {"role": "assistant", "content": "x" * 1000}]),
         "digest": b"d",
         "stop_reason": "stop",
     }
@@ -209,6 +209,13 @@ def test_a_full_trace_takes_no_more_turns(tmp_path, monkeypatch):
             store.check_open(trace)
         assert trace.file.stat().st_size == trace.bytes < 3000
         assert len((await store.read_turns(trace)).turns) == 1
+        again = await opened(tmp_path)  # as the next gateway
+        trace = again.require_trace(trace.head.id)
+        with pytest.raises(TraceEnded, match="the most that a trace may have"):
+            again.check_open(trace)
+        assert len((await again.read_turns(trace)).turns) == 1
+        await again.remove_trace(trace)
+        assert not [*again.folder.iterdir()]
 
     asyncio.run(main())
 
@@ -225,6 +232,27 @@ def test_traces_beyond_the_memory_are_read_again_from_their_files(tmp_path, monk
         assert sum(trace.conversations is not None for trace in traces) < 5
         for trace in traces:
             assert len((await store.read_turns(trace)).turns) == 3
+
+    asyncio.run(main())
+
+
+def test_the_memory_counts_what_turns_take(tmp_path):
+    messages = encode_messages([{"role": "user", "content": [{}] * 10_000}])
+
+    async def main():
+        store = await opened(tmp_path)
+        trace, _key = await new_trace(store)
+        await store.add_turns(trace, [turn(messages=messages, tokens=array("i", [2] * 10_000))])
+        again = await opened(tmp_path)
+        tracemalloc.start()
+        found = await again.read_turns(again.require_trace(trace.head.id))
+        taken = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        assert taken < 1.5 * found.size
+        for each in (store, again):
+            assert each._cached_bytes == found.size
+        await again.remove_trace(again.require_trace(trace.head.id))
+        assert again._cached_bytes == 0
 
     asyncio.run(main())
 
