@@ -32,7 +32,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
 
 _SECONDS = 5
-"""Processor time for one part of an answer."""
+"""Processor time for one answer. The last part of a stream may take as much again."""
 _PATIENCE = 120.0
 """Seconds of the clock for a reply, together with the start of the process."""
 _KILL_SECONDS = 10.0
@@ -51,6 +51,7 @@ class ParserProcess:
     takes seconds."""
 
     def __init__(self, model: Path, end_tokens: Sequence[int], *, seconds: int = _SECONDS) -> None:
+        self.seconds = seconds
         self._arguments = [str(model), json.dumps([*end_tokens]), str(seconds)]
         self._lock = threading.Lock()
         self._numbers = count()
@@ -105,6 +106,9 @@ class AnswerInProcess:
         self._request = request
         self._pushes: list[Push] = []
         self._plain = False
+        self._known = False
+        """Whether the process may have the state."""
+        self._seconds = 0.0
 
     def check(self) -> None:
         """Raises as `MessageParser.open_answer`."""
@@ -115,7 +119,7 @@ class AnswerInProcess:
 
     def push(self, tokens: Sequence[int], *, finished: bool) -> str:
         self._pushes.append((list(tokens), finished))
-        if len(self._pushes) > 1:
+        if self._known:
             reply = self._exchange(self._pushes[-1:], begin=False)
             if reply is not None and "message" in reply:
                 return str(reply["message"])
@@ -124,9 +128,8 @@ class AnswerInProcess:
     def _parse(self, pushes: Sequence[Push], *, whole: bool = False) -> str:
         """Parse from the beginning, and as content if that ends the process. Raises
         `InternalError`."""
-        reply = None if self._plain else self._exchange(pushes, whole=whole)
+        reply = self._exchange(pushes, whole=whole)
         if reply is None:
-            self._plain = True
             reply = self._exchange(pushes, whole=whole)
         if reply is None:
             raise InternalError("the process that parses answers does not run; see the log")
@@ -137,8 +140,10 @@ class AnswerInProcess:
     ) -> dict[str, Any] | None:
         asked = {"answer": self._key, "plain": self._plain, "pushes": pushes, "whole": whole}
         reply = self._process.exchange(asked, self._request if begin else b"")
-        if reply is None:
-            self._plain = True
+        if reply is not None:
+            self._known, self._seconds = True, self._seconds + reply["seconds"]
+        if not self._plain and (reply is None or self._seconds > self._process.seconds):
+            self._plain, self._known = True, False
         return reply
 
 
@@ -191,7 +196,8 @@ def _serve(connection: Connection, parser: MessageParser, seconds: int) -> None:
             asked, request = json.loads(connection.recv_bytes()), connection.recv_bytes()
         except (EOFError, OSError):
             return
-        most = math.ceil(time.process_time()) + seconds
+        began = time.process_time()
+        most = math.ceil(began) + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
         try:
             reply = _reply(parser, answers, asked, request)
@@ -202,7 +208,8 @@ def _serve(connection: Connection, parser: MessageParser, seconds: int) -> None:
                 "failure": [InternalError.type, f"an answer was not parsed: {describe(error)}"]
             }
         resource.setrlimit(resource.RLIMIT_CPU, (hard, hard))
-        connection.send_bytes(json.dumps({**reply, "number": asked["number"]}).encode())
+        used = {"number": asked["number"], "seconds": time.process_time() - began}
+        connection.send_bytes(json.dumps({**reply, **used}).encode())
 
 
 def _reply(

@@ -199,6 +199,19 @@ def test_an_answer_that_stops_its_parser_is_content_and_leaves_the_others_whole(
     assert whole["tool_calls"] == FOUND
 
 
+def test_a_stream_that_takes_its_parser_long_goes_on_as_content(deepseek, process, monkeypatch):
+    tokens = deepseek.encode(CALL, add_special_tokens=False)
+    stream = process.open_answer(request(deepseek))
+    said = [stream.push(tokens[:1], finished=False)]
+    monkeypatch.setattr(process, "seconds", 0)
+    said += [stream.push([each], finished=False) for each in tokens[1:-1]]
+    last = json.loads(stream.push(tokens[-1:], finished=True))
+    text = "".join(json.loads(each)["content"] or "" for each in said if each) + last["content"]
+    assert CALL.endswith(text)
+    assert '"arguments"' in text
+    assert last["tool_calls"] == []
+
+
 def test_the_process_refuses_as_the_parser(tokenizer, process):
     process.open_answer(request(tokenizer)).check()
     with pytest.raises(InvalidRequest, match=r"unknown tool_parser 'best'; known: .*hermes"):
