@@ -58,7 +58,8 @@ def openai_of(trace: dict) -> openai.OpenAI:
 def ask(trace: dict, messages, **changes):
     extra = {"guided_grammar": CALL} | changes.pop("extra_body", {})
     fields = {"model": "any", "tools": TOOLS, "max_tokens": 64, "extra_body": extra}
-    return openai_of(trace).chat.completions.create(messages=messages, **(fields | changes))
+    client = openai_of(trace).with_options(max_retries=changes.pop("max_retries", 0))
+    return client.chat.completions.create(messages=messages, **(fields | changes))
 
 
 def check_logprobs(stack, rest, trace: dict, *, sampled: int) -> dict:
@@ -90,6 +91,15 @@ def test_an_agent_of_openai_calls_tools_and_its_tokens_are_those_of_the_engine(s
     messages += [{"role": "assistant", "content": text}, USER]
     ask(trace, messages, extra_body=free, max_tokens=12)
     check_logprobs(stack, rest, trace, sampled=3)
+
+
+def test_a_turn_after_a_kill_of_the_gateway_continues_the_recorded_ones(stack, rest, trace):
+    free = {"extra_body": {"guided_grammar": None}, "max_tokens": 12}
+    first = ask(trace, [USER], **free).choices[0].message.model_dump(exclude_none=True)
+    stack.stack.process.kill()
+    # OpenAI's client tries again until the next gateway listens.
+    ask(trace, [USER, first, USER], max_retries=20, **free)
+    check_logprobs(stack, rest, trace, sampled=2)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
