@@ -21,8 +21,8 @@ from gateway.sampling.autoscaling import (
 from gateway.sampling.replicas import ReplicaRange
 from tandem.errors import InvalidRequest
 from tests.support.gateway.model_workers import ModelSampler
+from tests.support.gateway.replica_world import DEVICES, serving
 from tests.support.gateway.sampler_world import World
-from tests.unit.gateway.test_replicas import DEVICES, serving
 
 INTERVAL = 2.0
 
