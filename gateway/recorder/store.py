@@ -121,6 +121,8 @@ class TraceStore:
             await asyncio.to_thread(_append, trace.file, line, at=0)
         except OSError as error:
             del self._traces[head.id]
+            with suppress(OSError):
+                await asyncio.to_thread(trace.file.unlink)
             raise StorageFailed(f"the trace was not written: {error.strerror}") from error
         self._note_use(trace)
         return trace, secret

@@ -269,6 +269,9 @@ def test_a_turn_is_synced_before_it_counts_as_recorded(tmp_path, monkeypatch):
             patch.setattr(os, "fsync", fail)
             with pytest.raises(StorageFailed, match="was not recorded"):
                 await store.add_turns(trace, [turn(digest=b"2")])
+            with pytest.raises(StorageFailed, match="was not written"):
+                await new_trace(store)
+        assert [*store.folder.iterdir()] == [trace.file]
         await store.add_turns(trace, [turn(digest=b"3")])
         store = await opened(tmp_path)
         found = await store.read_turns(store.require_trace(trace.head.id))
