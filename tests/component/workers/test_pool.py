@@ -86,7 +86,10 @@ def arguments_and_environment(pid: int) -> bytes:
 
 
 def pipes(pid: int) -> set[str]:
-    links = {str(each.readlink()) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    links = set()
+    for each in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the process has closed it
+            links.add(str(each.readlink()))
     return {link for link in links if link.startswith("pipe:")}
 
 
