@@ -21,13 +21,13 @@ PATH = Path(__file__).parents[3] / "docs" / "tinker-compatibility.md"
 _HEAD = f"""\
 # Compatibility with the tinker SDK
 
-A whole passing run of the conformance suite (`make conformance`) writes this page. It lists every
-public method of the SDK's clients and every command of `tinker`, with the assertions of the suite
-against a real gateway, trainers and samplers. A row that names `_async` is also about that twin.
+A whole passing run of `make conformance` writes this page. It has every public method of the SDK's
+clients and every command of `tinker`, with the assertions of the suite against a real gateway,
+trainers and samplers. The whole suite runs on tinker {NEWEST}, and its core also on the oldest
+tested release, {OLDEST}. An older client gets a 400 that names the version to install.
 
-The whole suite runs on tinker {NEWEST}. Its core also runs on the oldest tested
-release, {OLDEST}.
-The gateway refuses a client of an older protocol with a 400 that names the version to install.
+- ¹ deprecated by the SDK, but supported
+- ² also with `_async` at its end, which the SDK deprecates
 """
 
 
@@ -93,15 +93,14 @@ def render(*, methods: list[Method], commands: list[str], claims: list[Claim]) -
                 continue  # beside its twin
             shown, paths = _named(name, method), {method.path}
             if twin := own.get(f"{name}_async"):
-                shown += f", {_named('_async', twin)}"
+                shown += "²" if twin.deprecated else ", `_async`"
                 paths.add(twin.path)
             subjects[shown] = paths
         lines += _rows(subjects, claims)
     lines += [f"\n## Command line: {len(commands)} commands\n", "| command | asserted |"]
     lines += ["|---|---|"]
     lines += _rows({f"`{c.removeprefix(f'{COMMAND} ')}`": {c} for c in sorted(commands)}, claims)
-    lines += ["\n¹ deprecated by the SDK, but supported\n"]
-    return "\n".join(lines)
+    return "\n".join([*lines, ""])
 
 
 def _named(name: str, method: Method) -> str:
