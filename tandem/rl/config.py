@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from tandem.rl.schedule import linear_decay
+
 RewardFailure = Literal["drop", "error", "zero"]
 
 
@@ -14,11 +16,13 @@ RewardFailure = Literal["drop", "error", "zero"]
 class LoopConfig:
     """The settings that all loops share.
 
+    The learning rate falls linearly to its share `final_learning_rate` in the last step.
     `evaluate_every` and `save_every` are in steps. With 0, only the last step counts. `out` is a
     folder for the state: a loop with the same folder continues. `name`, `tags` and all settings go
     to the run's record."""
 
     learning_rate: float
+    final_learning_rate: float = 1.0
     grad_clip_norm: float = 0.0
     evaluate_every: int = 0
     save_every: int = 0
@@ -31,6 +35,12 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if self.save_every and self.out is None:
             raise ValueError("save_every needs `out`, a folder for the state of the loop")
+
+    def rate_of(self, step: int, *, last: int) -> float:
+        """Return the learning rate of a step 1, 2, …, `last`."""
+        return linear_decay(
+            step=step, steps=last, peak=self.learning_rate, final=self.final_learning_rate
+        )
 
     def is_due(self, every: int, *, step: int, last: int) -> bool:
         """Whether a step is the last one, or a multiple of `every`."""
@@ -52,9 +62,10 @@ class LoopConfig:
 class RLConfig(LoopConfig):
     """Settings of `tandem.rl.train`. Times are in seconds.
 
-    `steps` optimizer steps, each from `groups_per_step` examples with `group_size` rollouts.
+    `steps` batches, each of `groups_per_step` examples with `group_size` rollouts. A batch makes
+    `substeps` optimizer steps, each with a part of its groups, and does so `epochs` times.
     `objective` names an entry of `tandem.rl.objectives.OBJECTIVES`, and `objective_options` are its
-    settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k steps old.
+    settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k batches old.
     `in_flight` continues running answers with new weights. `max_concurrency` bounds rollouts under
     way. `reward_failure` says what a failed reward means."""
 
@@ -67,6 +78,7 @@ class RLConfig(LoopConfig):
     objective: str = "grpo"
     objective_options: Mapping[str, float | str | bool] = field(default_factory=dict)
     substeps: int = 1
+    epochs: int = 1
     kl_coefficient: float = 0.0
     off_by: int = 0
     in_flight: bool = False
@@ -80,7 +92,7 @@ class RLConfig(LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_counts("steps", "groups_per_step", "group_size")
-        self._check_counts("max_tokens", "substeps", "max_concurrency")
+        self._check_counts("max_tokens", "substeps", "epochs", "max_concurrency")
         if self.substeps > self.groups_per_step:
             raise ValueError(
                 f"substeps is {self.substeps}; each needs a group, and groups_per_step is "

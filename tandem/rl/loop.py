@@ -6,13 +6,15 @@ So a synchronous and an asynchronous loop differ in this number and in one wait.
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
 
 from tandem.rl.collector import Collector, MakeEnvironment, Sampling, open_rewards
 from tandem.rl.concurrency import Concurrency
@@ -28,7 +30,13 @@ from tandem.rl.rollouts import Example, Group
 from tandem.rl.state import LoopState
 from tandem.rl.tasks import blocking, first_error
 
+if TYPE_CHECKING:
+    from tinker import types
+
 Value = TypeVar("Value")
+
+_AHEAD = 2
+"""Optimizer steps in flight, so that the trainer has no pause between them."""
 
 _REFILLS = 10
 """How many batches a step may sample for groups with a signal. Then it takes the others, too."""
@@ -44,6 +52,7 @@ async def train_async(
     evaluation: Evaluation | None = None,
     tracked: Tracked | Literal[False] | None = None,
     reference: Reference | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
 ) -> LoopResult:
     """Train a policy with rewards of its own rollouts. docs/loop.md has examples.
 
@@ -52,7 +61,8 @@ async def train_async(
     `reward_or_environment` is a function of an example and an answer, or an environment's class.
     `tokenizer` is by default the client's. `evaluation` runs in the background. Without `tracked`,
     a Tandem gateway records the run, and False records nothing. `reference` is the frozen policy of
-    a KL, or a teacher. Ctrl-C ends all rollouts."""
+    a KL, or a teacher. `on_step` gets the report of each step, and the loop waits for it. Ctrl-C
+    ends all rollouts."""
     chosen = objective(
         config.objective,
         max_tokens=config.max_tokens,
@@ -91,6 +101,7 @@ async def train_async(
                     evaluation=evaluation,
                     tracked=tracked or None,
                     reference=reference,
+                    on_step=on_step,
                 ).train_to_end()
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
@@ -114,10 +125,11 @@ class _Loop:
         evaluation: Evaluation | None,
         tracked: Tracked | None,
         reference: Reference | None,
+        on_step: Callable[[StepReport], None] | None,
     ) -> None:
         self._policy, self._config, self._state, self._tasks = policy, config, state, tasks
         self._objective, self._reference = objective, reference
-        self._tracked, self._renderer = tracked, renderer
+        self._tracked, self._renderer, self._on_step = tracked, renderer, on_step
         self._concurrency = Concurrency(config.max_concurrency)
         self._collector = Collector(
             Sampling.of_config(config), rewards, renderer, self._concurrency
@@ -206,7 +218,8 @@ class _Loop:
 
     def _is_stale(self, group: Group) -> bool:
         """Whether a group is too old. Then its example is drawn again."""
-        oldest = self._policy.step - self._config.off_by * self._config.substeps
+        updates = self._config.substeps * self._config.epochs
+        oldest = self._policy.step - self._config.off_by * updates
         if group.oldest_step >= oldest:
             return False
         self._producer.dropped["stale"] += 1
@@ -216,14 +229,32 @@ class _Loop:
     async def _train(self, batch: list[Group]) -> dict[str, float]:
         """Make the optimizer steps of a batch. Returns the metrics of the last one."""
         config, policy, chosen = self._config, self._policy, self._objective
-        metrics: Mapping[str, float] = {}
+        rate = config.rate_of(self._step + 1, last=config.steps)
+        data: dict[int, list[types.Datum]] = {}
+        pending: deque[asyncio.Task[Mapping[str, float]]] = deque()
         self._trained_at = policy.step
-        for first in range(min(config.substeps, len(batch))):
-            data = await chosen.data(batch[first :: config.substeps], reference=self._reference)
-            metrics = await policy.train(
-                data, chosen.loss, chosen.settings, config.learning_rate, config.grad_clip_norm
+        for part in self._parts(min(config.substeps, len(batch))):
+            if part not in data:
+                data[part] = await chosen.data(
+                    batch[part :: config.substeps], reference=self._reference
+                )
+            if len(pending) == _AHEAD:
+                await pending.popleft()
+            update = policy.train(
+                data[part], chosen.loss, chosen.settings, rate, config.grad_clip_norm
             )
-        return dict(metrics)
+            pending.append(self._tasks.create_task(update))
+            await asyncio.sleep(0)  # its requests are sent before later ones
+        return dict([await each for each in pending][-1])
+
+    def _parts(self, count: int) -> list[int]:
+        """Return the parts of a batch in the order of their optimizer steps: as they are, then in a
+        random order for each further epoch."""
+        parts = list(range(count))
+        for epoch in range(1, self._config.epochs):
+            random = np.random.default_rng((self._config.seed, self._step, epoch))
+            parts += random.permutation(count).tolist()
+        return parts
 
     async def _save(self, out: Path) -> None:
         """Save the trainer, then the state that belongs to it."""
@@ -265,6 +296,8 @@ class _Loop:
             # In a thread: to encode thousands of rollouts takes seconds.
             recorded = asyncio.to_thread(record, self._tracked, self._step, batch, self._renderer)
             self._tasks.create_task(recorded)
+        if self._on_step is not None:
+            self._on_step(report)
 
     def _note_score(self, score: Score) -> None:
         self._scores.append(score)

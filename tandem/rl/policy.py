@@ -67,7 +67,7 @@ class Policy(RolloutSampler, Protocol):
         learning_rate: float,
         grad_clip_norm: float,
     ) -> Mapping[str, float]:
-        """Make one optimizer step. Returns the server's metrics."""
+        """Make one optimizer step, after those of earlier calls. Returns the server's metrics."""
         ...
 
     async def sync(self, timeout: float) -> None:
@@ -106,6 +106,7 @@ class TinkerPolicy:
         self._snapshot: tuple[int, asyncio.Future[_TinkerSampler]] | None = None
         self._server: asyncio.Task[TandemServer | None] | None = None
         self._earlier: int | None = None
+        self._sending = asyncio.Lock()
 
     async def sample(self, prompt: Sequence[int], **settings: Unpack[SampleSettings]) -> list[Turn]:
         if self._sampler is None:
@@ -123,16 +124,17 @@ class TinkerPolicy:
         import tinker
 
         inputs = data[0].loss_fn_inputs
-        if "mask" in inputs and await self._find_server() is None:
-            data = [_without_mask(datum) for datum in data]
-        if "weight_step" in inputs and (server := await self._find_server()) is not None:
-            earlier = await self._earlier_steps(server)
-            data = [_with_earlier_steps(datum, earlier) for datum in data]
-        # Both are sent before either is awaited, so that the trainer makes no pause.
-        computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
-        stepped = self.training.optim_step(
-            tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm)
-        )
+        async with self._sending:  # in the order of the calls
+            if "mask" in inputs and await self._find_server() is None:
+                data = [_without_mask(datum) for datum in data]
+            if "weight_step" in inputs and (server := await self._find_server()) is not None:
+                earlier = await self._earlier_steps(server)
+                data = [_with_earlier_steps(datum, earlier) for datum in data]
+            # Both are sent before either is awaited, so that the trainer makes no pause.
+            computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
+            stepped = self.training.optim_step(
+                tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm)
+            )
         metrics = dict((await computed).metrics)
         metrics.update((await stepped).metrics or {})
         self.step += 1

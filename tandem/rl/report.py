@@ -29,9 +29,9 @@ class StepReport:
 
     `staleness` is the mean age of the sampled `tokens`, and `oldest` the largest one, in optimizer
     steps. `dropped` counts groups and rollouts by reason since the start of the run. `metrics` are
-    the server's. `seconds` are the loop's waits for the batch (`waiting`), for the trainer
-    (`training`) and for the publication before (`sync`), and the mean time of a group
-    (`sampling`)."""
+    the server's, of the last optimizer step. `seconds` are the loop's waits for the batch
+    (`waiting`), for the trainer (`training`) and for the publication before (`sync`), and the mean
+    time of a group (`sampling`)."""
 
     step: int
     reward: float

@@ -17,7 +17,6 @@ import numpy as np
 from tandem.rl.config import LoopConfig
 from tandem.rl.policy import TinkerPolicy, Training, open_policy
 from tandem.rl.report import Tracked
-from tandem.rl.schedule import linear_decay
 from tandem.rl.state import LoopState
 
 if TYPE_CHECKING:
@@ -31,8 +30,7 @@ _AHEAD = 2
 class SFTConfig(LoopConfig):
     """Settings of `sft`. Those of `dpo` and `kto` have more.
 
-    `epochs` passes over the dataset in steps of `batch_size` rows, in another order each. The
-    learning rate falls linearly to its share `final_learning_rate`."""
+    `epochs` passes over the dataset in steps of `batch_size` rows, in another order each."""
 
     batch_size: int
     epochs: int = 1
@@ -48,10 +46,11 @@ class SFTConfig(LoopConfig):
     def rows_of(self, step: int, rows: int) -> list[int]:
         """Return the rows of a step 0, 1, …: each row once in an epoch."""
         epoch, place = divmod(step, -(-rows // self.batch_size))
-        order = list(range(rows))
+        order = np.arange(rows)
         if self.shuffle:
-            order = np.random.default_rng((self.seed, epoch)).permutation(rows).tolist()
-        return order[place * self.batch_size : (place + 1) * self.batch_size]
+            order = np.random.default_rng((self.seed, epoch)).permutation(rows)
+        found: list[int] = order[place * self.batch_size : (place + 1) * self.batch_size].tolist()
+        return found
 
 
 class Task(Protocol):
@@ -158,12 +157,7 @@ class _Fit:
     async def _start(self, step: int) -> None:
         config = self._config
         data = await self._task.data(config.rows_of(step - 1, len(self._task)))
-        rate = linear_decay(
-            step=step,
-            steps=self._total,
-            peak=config.learning_rate,
-            final=config.final_learning_rate,
-        )
+        rate = config.rate_of(step, last=self._total)
         task = asyncio.create_task(
             self._policy.train(
                 data, self._task.loss, self._task.settings, rate, config.grad_clip_norm

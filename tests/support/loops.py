@@ -67,7 +67,7 @@ class FakeSampler:
 
 class FakePolicy:
     """Samples and trains in given seconds. Tokens depend on the weights, prompt and seed alone, and
-    the weights on all trained datums and their order."""
+    the weights on all trained datums, their order and learning rates."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class FakePolicy:
         self.events: Counter[str] = Counter()
         self.engine_load: EngineLoad | None = None
         self._sampled = state
+        self._trainer = asyncio.Lock()
 
     @property
     def step(self) -> int:
@@ -119,10 +120,12 @@ class FakePolicy:
         return self.seconds["sampling"]
 
     async def train(self, data, loss, settings, learning_rate, grad_clip_norm):
-        await asyncio.sleep(self.seconds["training"])
+        async with self._trainer:
+            await asyncio.sleep(self.seconds["training"])
         self.trained_at.append(asyncio.get_running_loop().time())
         rows = [datum.model_input.to_ints() for datum in data]
-        digest = hashlib.sha256(json.dumps([self.state.digest, rows]).encode()).hexdigest()
+        content = json.dumps([self.state.digest, rows, learning_rate])
+        digest = hashlib.sha256(content.encode()).hexdigest()
         self.state = FakeState(
             step=self.state.step + 1,
             digest=digest,

@@ -92,6 +92,52 @@ def order_of(*, seed: int) -> list[object]:
     return [order[number].data["number"] for number in range(80)]
 
 
+class _Attentive(FakePolicy):
+    """Keeps the learning rate and the examples of each optimizer step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates: list[float] = []
+        self.parts: list[frozenset[int]] = []
+
+    async def train(self, data, loss, settings, learning_rate, grad_clip_norm):
+        self.rates.append(learning_rate)
+        self.parts.append(frozenset(datum.model_input.to_ints()[1] for datum in data))
+        return await super().train(data, loss, settings, learning_rate, grad_clip_norm)
+
+
+@in_virtual_time
+async def test_each_epoch_trains_all_parts_of_a_batch_in_an_order_of_the_seed():
+    policies = [_Attentive() for _ in range(3)]
+    reports = []
+    for policy, seed in zip(policies, (0, 0, 1), strict=True):
+        config = a_config(steps=2, substeps=4, epochs=3, seed=seed)
+        await run(policy, config, on_step=reports.append)
+    first, again, other = (policy.parts for policy in policies)
+    assert first == again != other
+    assert [report.step for report in reports] == [1, 2] * 3
+    for batch in (first[:12], first[12:]):
+        assert len(set(batch)) == 4
+        assert set(batch[:4]) == set(batch[4:8]) == set(batch[8:])
+    assert len({tuple(first[start : start + 4]) for start in range(0, 24, 4)}) > 2
+
+
+@in_virtual_time
+async def test_the_learning_rate_falls_with_the_batches_to_its_share():
+    constant, falling = _Attentive(), _Attentive()
+    await run(constant, a_config(steps=2))
+    await run(falling, a_config(steps=3, substeps=2, final_learning_rate=0.5))
+    assert constant.rates == [1e-3] * 2
+    assert falling.rates == pytest.approx([1e-3, 1e-3, 7.5e-4, 7.5e-4, 5e-4, 5e-4])
+
+
+@in_virtual_time
+async def test_the_optimizer_steps_of_a_batch_age_its_successor_by_one_batch():
+    result = await run(FakePolicy(), a_config(off_by=1, substeps=2, epochs=2))
+    assert max(report.oldest for report in result.steps) == 4
+    assert not result.dropped
+
+
 # --- Bounds ------------------------------------------------------------------------------------
 
 
@@ -486,11 +532,14 @@ async def killed_and_continued(disk, config, *, kills, dataset=None, **settings)
 def test_a_synchronous_loop_killed_at_random_continues_as_if_it_was_not(seed, tmp_path):
     chance = random.Random(seed)
     kills = [chance.uniform(0.2, 9) for _ in range(chance.randint(1, 4))]
-    config = a_config(out=tmp_path, save_every=chance.randint(1, 3), seed=seed)
+    usual = a_config(seed=seed)
+    if seed % 2:
+        usual = replace(usual, substeps=2, epochs=2, final_learning_rate=0.1)
+    config = replace(usual, out=tmp_path, save_every=chance.randint(1, 3))
 
     async def scenario() -> None:
         whole = FakePolicy()
-        expected = await run(whole, a_config(seed=seed))
+        expected = await run(whole, usual)
         result, found = await killed_and_continued(Disk(), config, kills=kills)
         assert result.policy.state == whole.state
         assert found.items() <= dict(enumerate(losses(expected), 1)).items()

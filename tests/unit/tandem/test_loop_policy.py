@@ -96,8 +96,13 @@ class _LateRoutes(_Routes):
 class _StepTraining(_Training):
     """Trains at once, and keeps the newest batch."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.lengths: list[int] = []
+
     def forward_backward(self, data, loss, settings):
         self.sent = data
+        self.lengths.append(data[0].model_input.length)
         return self._done()
 
     def optim_step(self, parameters):
@@ -128,6 +133,26 @@ async def test_the_trainer_gets_the_steps_of_weights_as_it_counts_them(step, sta
         old = 2 + earlier
         assert sent.loss_fn_inputs["weight_step"].data == [old] * 3 + [-1] + [old] * 3
     assert policy.step == step + 2
+
+
+@in_virtual_time
+async def test_two_optimizer_steps_are_sent_in_their_order_after_questions_of_the_first():
+    training = _StepTraining()
+    policy = knows(TinkerPolicy(training), _LateRoutes({"runs/run": CONTINUED}))
+    made = [
+        replace(objective("distillation", **settings), reference_weight=0.0)
+        for settings in ({"max_staleness": 1}, {})
+    ]
+    batches = [
+        await each.data([group_of(turn("r1:0", tokens))])
+        for each, tokens in zip(made, (3, 2), strict=True)
+    ]
+    steps = [
+        asyncio.create_task(policy.train(each, "importance_sampling", {}, 1e-3, 0.0))
+        for each in batches
+    ]
+    await asyncio.gather(*steps)
+    assert training.lengths == [3, 2]
 
 
 def group_of(*turns: Turn) -> Group:
