@@ -51,12 +51,14 @@ class Candidate(Protocol):
 @dataclass(frozen=True)
 class Work:
     """A request's work: `samples` (0: a load), and `tokens` in total including the prompt.
-    `beginnings` are hashes of the prompt's prefixes, each one block longer."""
+    `beginnings` are hashes of the prompt's prefixes, each one block longer. A load that is
+    `in_flight` does not wait for room."""
 
     version: str
     samples: int = 0
     tokens: int = 0
     beginnings: tuple[int, ...] = ()
+    in_flight: bool = False
 
     @property
     def loads(self) -> bool:
@@ -142,7 +144,7 @@ class Balancer(Generic[Engine]):
 
     def give(self, engine: Engine, work: Work) -> bool:
         """Assign the work to this engine. Return False if it may not get it or is full."""
-        if engine not in self._engines(work) or not self._has_room(engine):
+        if engine not in self._engines(work) or not self._has_room(engine, work):
             return False
         self._loads.setdefault(engine, Load()).count_work(work)
         self._note(work, engine)
@@ -213,7 +215,7 @@ class Balancer(Generic[Engine]):
         return chosen
 
     def _best(self, work: Work, engines: Sequence[Engine]) -> Engine | None:
-        free = [engine for engine in engines if self._has_room(engine)]
+        free = [engine for engine in engines if self._has_room(engine, work)]
         if len(free) < 2:
             return free[0] if free else None
         least = min(free, key=self._tokens)
@@ -242,8 +244,9 @@ class Balancer(Generic[Engine]):
         """Return whether the engine has the version or will load it for work in progress."""
         return version in engine.loaded or self.load_of(engine).versions[version] > 0
 
-    def _has_room(self, engine: Engine) -> bool:
-        return not self.most_samples or self.load_of(engine).samples < self.most_samples
+    def _has_room(self, engine: Engine, work: Work) -> bool:
+        most = self.most_samples
+        return work.in_flight or not most or self.load_of(engine).samples < most
 
     def _note(self, work: Work, engine: Engine) -> None:
         for beginning in work.beginnings:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
@@ -106,9 +106,11 @@ class SamplerCalls:
         while True:
             engine = call.engine
             try:
-                reply = await self.ask(call, send)
-                if not self._is_refused_alone(call, reply):
-                    return reply
+                # It may follow a newer version by now.
+                if not call.work.samples or call.version.name not in engine.refused:
+                    reply = await self.ask(call, send)
+                    if not self._is_refused_alone(call, reply):
+                        return reply
             except EngineLost:
                 pass
             except OperationTimedOut:
@@ -132,6 +134,7 @@ class SamplerCalls:
             finally:
                 self.balancer.end(engine, call.work)
                 self._relieve(engine)
+            call.work = replace(call.work, version=call.version.name)
             if call.to is not None and self.balancer.give(call.to, call.work):
                 call.engine = call.to
             else:

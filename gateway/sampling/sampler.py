@@ -298,7 +298,7 @@ class Sampler:
     ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
         """Return the engines' answers. There is at least one, because a dead engine is replaced.
         Without an answer in time, it is a failure."""
-        work = Work(request.version.name)
+        work = Work(request.version.name, in_flight=request.in_flight)
         engine = await self.calls.assigned(work)
         load = AssignedCall(work=work, version=request.version, during="a load", engine=engine)
         others = [each for each in self.replicas.serving() if each is not load.engine]

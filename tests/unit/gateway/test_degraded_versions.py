@@ -18,20 +18,21 @@ V2 = "s-1:train:0/v2"
 
 
 class Refusals:
-    """Loads and samples of versions that an engine refuses, or leaves without an answer."""
+    """Loads and samples of versions that an engine refuses. A silent one waits for `answers`."""
 
     def __init__(self, engine: ModelSampler) -> None:
         self.versions: set[str] = set()
         self.silent = False
+        self.answers = asyncio.Event()
         self.refusals = 0
         self.sampled: set[str] = set()
         self._load, self._sample = engine.Load, engine.Sample
         engine.Load, engine.Sample = self.load, self.sample  # type: ignore[method-assign]
 
     async def load(self, request: sampler_pb2.LoadRequest) -> sampler_pb2.LoadReply:
+        if request.version.name in self.versions and self.silent:
+            await self.answers.wait()
         if request.version.name in self.versions:
-            if self.silent:
-                await asyncio.Event().wait()
             return sampler_pb2.LoadReply(failure=LoadFailed("a tensor is missing").to_failure())
         return await self._load(request)
 
@@ -189,6 +190,49 @@ def test_a_later_load_makes_a_degraded_version_live(new_world):
         assert state(world) == "live"
         await many(world)
         assert V2 in first.sampled & second.sampled
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_samples_that_follow_a_degraded_version_go_to_the_engine_that_has_it(new_world, number):
+    world = new_world(sampler={"max_num_seqs": 2})
+
+    async def scenario():
+        refusing = (await serving(world))[number]
+        await many(world, "v1")
+        asked = [asyncio.create_task(world.sample("v1", in_flight=True)) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        refusing.versions = {V2}
+        await world.sampler().load(saved(world), in_flight=True)
+        assert state(world) == "degraded"
+        assert not any(each.done() for each in asked), "the load did not wait for room"
+        assert not {"load_failed", "worker_died"} & {*await asyncio.gather(*asked)}
+        assert V2 not in refusing.sampled
+
+    world.run(scenario())
+
+
+def test_samples_that_follow_a_degraded_version_wait_for_the_dead_engine_that_had_it(new_world):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        await many(world, "v1")
+        for process in world.host.workers.values():
+            process.seconds = 50.0
+        prompts = (bytes([number]) * 128 for number in range(4))
+        asked = [
+            asyncio.create_task(world.sample("v1", prompt=prompt, in_flight=True))
+            for prompt in prompts
+        ]
+        await asyncio.sleep(0.5)
+        both[1].versions = {V2}
+        await world.sampler().load(saved(world), in_flight=True)
+        assert state(world) == "degraded"
+        world.host.kill(world.sampler().engines[0].process)
+        assert not {"load_failed", "worker_died"} & {*await asyncio.gather(*asked)}
+        assert V2 not in both[1].sampled
 
     world.run(scenario())
 

@@ -171,6 +171,21 @@ def test_what_is_in_flight_when_its_engine_is_killed_is_drawn_from_the_newest_ve
     world.run(scenario())
 
 
+@pytest.mark.parametrize("in_flight", [True, False])
+def test_only_an_in_flight_load_overtakes_samples_that_wait_for_room(new_world, in_flight):
+    world = new_world(sampler={"max_num_seqs": 2})
+
+    async def scenario():
+        await serving(world)
+        asked = [asyncio.create_task(world.sample("v1", in_flight=True)) for _ in range(12)]
+        await asyncio.sleep(0.5)
+        await world.sampler().load(saved(world, "v2"), in_flight=in_flight)
+        assert sum(each.done() for each in asked) == (0 if in_flight else 12)
+        await asyncio.gather(*asked)
+
+    world.run(scenario())
+
+
 def test_an_engine_that_was_killed_is_started_again_while_there_is_work(new_world):
     world = new_world()
 
