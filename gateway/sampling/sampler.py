@@ -116,6 +116,8 @@ class Sampler:
         self.calls = SamplerCalls(first=self.engine, prepare=self._prepare, requests=self.requests)
         self.balancer, self.replicas = self.calls.balancer, self.calls.replicas
         self._newest: common_pb2.WeightVersion | None = None
+        self._late: dict[tuple[SamplerEngine, str], asyncio.Task[None]] = {}
+        """By engine and run, loads by engines that did not answer in time."""
         self._log = get_log(session_id=self.key.session_id)
 
     @property
@@ -262,9 +264,13 @@ class Sampler:
             raise from_failure(replies[0][1].failure)
         self._follow(request.version, led=in_flight)
         self._newest = request.version
+        for engine in self.engines:
+            if engine.silence:
+                self._load_later(engine, request)
         for engine, reply in replies:
+            self._end_late_load(engine, version.run_id)
             if reply.HasField("failure"):
-                self.calls.note_refused(engine, version.name, reply.failure.message)
+                self._note_refused(engine, request, reply.failure)
         for engine, reply in loaded:
             engine.note_loaded(reply.version.name, adapter=version.adapter)
             self._log.info(
@@ -364,6 +370,8 @@ class Sampler:
             except (WorkerUnavailable, TandemError) as error:
                 if load.worker not in (None, engine.worker):
                     return None
+                if isinstance(error, OperationTimedOut):
+                    return sampler_pb2.LoadReply(failure=error.to_failure())
                 return sampler_pb2.LoadReply(failure=LoadFailed(describe(error)).to_failure())
             except asyncio.CancelledError:
                 if not load.was_only_taken_back():
@@ -375,14 +383,45 @@ class Sampler:
         while (version := self._newest) is not None:
             if version.name in engine.loaded or version.name in engine.refused:
                 return
+            request = sampler_pb2.LoadRequest(version=version)
             with self.pins.pinned(relative_version_folder(version.name)):
-                reply = await self._load_too(engine, sampler_pb2.LoadRequest(version=version))
+                reply = await self._load_too(engine, request)
             if reply is None:
                 return
             if reply.HasField("failure"):
-                self.calls.note_refused(engine, version.name, reply.failure.message)
+                self._note_refused(engine, request, reply.failure)
             else:
                 engine.note_loaded(version.name, adapter=version.adapter)
+
+    def _note_refused(
+        self, engine: SamplerEngine, request: sampler_pb2.LoadRequest, failure: common_pb2.Failure
+    ) -> None:
+        self.calls.note_refused(engine, request.version.name, failure.message)
+        if failure.type == OperationTimedOut.type:
+            self._load_later(engine, request)
+
+    def _load_later(self, engine: SamplerEngine, request: sampler_pb2.LoadRequest) -> None:
+        self._end_late_load(engine, request.version.run_id)
+        task = asyncio.create_task(self._load_late(engine, request), name="late-load")
+        self._late[engine, request.version.run_id] = task
+
+    async def _load_late(self, engine: SamplerEngine, request: sampler_pb2.LoadRequest) -> None:
+        """Ask an engine that did not answer for a version until it answers or ends."""
+        version = request.version
+        with self.pins.pinned(relative_version_folder(version.name)):
+            while reply := await self._load_too(engine, request):
+                if not reply.HasField("failure"):
+                    engine.note_loaded(reply.version.name, adapter=version.adapter)
+                    self.balancer.assign_waiting()
+                elif reply.failure.type == OperationTimedOut.type:
+                    continue
+                else:
+                    self.calls.note_refused(engine, version.name, reply.failure.message)
+                return
+
+    def _end_late_load(self, engine: SamplerEngine, run_id: str) -> None:
+        if late := self._late.pop((engine, run_id), None):
+            late.cancel()
 
     def _demand(self, change: int) -> None:
         for engine in self.engines:
@@ -399,11 +438,18 @@ class Sampler:
         self.calls.stopped = error
         for sample in self.samples.values():
             sample.future.resolve(error)
+        await self._end_late_loads()
         await self.replicas.stop(error)
 
     async def abandon(self) -> None:
         tasks = [sample.task for sample in self.samples.values() if sample.task is not None]
         for task in tasks:
             task.cancel()
+        await self._end_late_loads()
         await self.replicas.abandon()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _end_late_loads(self) -> None:
+        for task in self._late.values():
+            task.cancel()
+        await asyncio.gather(*self._late.values(), return_exceptions=True)

@@ -195,6 +195,76 @@ def test_a_later_load_makes_a_degraded_version_live(new_world):
 
 
 @pytest.mark.parametrize("number", [0, 1])
+def test_a_version_is_live_when_the_late_engine_answers(new_world, number):
+    world = new_world()
+
+    async def scenario():
+        late = (await serving(world))[number]
+        late.versions, late.silent = {V2}, True
+        await world.sampler().load(saved(world))
+        await asyncio.sleep(2.5 * LOAD_TIMEOUT)
+        assert state(world) == "degraded"
+        late.versions = set()
+        late.answers.set()
+        await asyncio.sleep(5)
+        assert state(world) == "live"
+        await many(world)
+        assert V2 in late.sampled
+
+    world.run(scenario())
+
+
+def test_a_late_engine_that_refuses_a_version_says_why(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions, second.silent = {V2}, True
+        await world.sampler().load(saved(world))
+        second.answers.set()
+        await asyncio.sleep(5)
+        assert state(world) == "degraded"
+        assert world.sampler().engines[1].refused == {V2: "a tensor is missing"}
+
+    world.run(scenario())
+
+
+def test_a_late_engine_loads_only_the_newest_version_of_a_run(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions, second.silent = {V2}, True
+        await world.sampler().load(saved(world))
+        await world.sampler().load(saved(world, "v3"))
+        second.versions = set()
+        second.answers.set()
+        await asyncio.sleep(2 * LOAD_TIMEOUT)
+        assert world.sampler().engines[1].weights == "s-1:train:0/v3"
+
+    world.run(scenario())
+
+
+def test_an_engine_that_was_silent_loads_the_newest_version_when_it_answers(new_world):
+    world = new_world()
+
+    async def scenario():
+        await serving(world)
+        engine = world.sampler().engines[1]
+        process = world.host.workers[engine.process]
+        process.frozen = True
+        await until(lambda: engine.silence)
+        for name in ("v2", "v3"):
+            await world.sampler().load(saved(world, name))
+        process.frozen = False
+        await asyncio.sleep(1.5 * LOAD_TIMEOUT)
+        assert engine.weights == "s-1:train:0/v3" and not engine.refused
+        assert world.host.workers[engine.process] is process
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("number", [0, 1])
 def test_samples_that_follow_a_degraded_version_go_to_the_engine_that_has_it(new_world, number):
     world = new_world(sampler={"max_num_seqs": 2})
 
