@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -76,6 +76,9 @@ bench-overlap: setup ## Measures a loop one step ahead beside the synchronous on
 
 bench-page: setup ## Measures the pages in chromium beside a plain page. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.page $(ARGS)
+
+bench-recorder: setup ## Measures the cost of recording a turn of a chat.
+	@.venv/bin/python -m benchmarks.recorder $(ARGS)
 
 bench-recovery: setup ## Measures snapshots, and the pause of a run whose trainer is killed.
 	@.venv/bin/python -m benchmarks.recovery $(ARGS)

@@ -20,11 +20,13 @@ import tinker
 from rich.console import Console
 
 from benchmarks import record
-from tandem.demo.tiny_model import write_tiny_model
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.rl import Example, RLConfig, train
 from tandem.stack import Stack
 
 MODEL = "bench/model"
+SHAPE = TinyShape(hidden=256, layers=4, ffn=1024, heads=8)
+"""So large that the client's and the gateway's work, which has no core of its own, is small."""
 DATASET = [Example(f"{left}+{right}=") for left in range(10) for right in range(10)]
 LAST = 3
 """The steps whose mean is the final reward."""
@@ -67,8 +69,9 @@ def cores(stack: Stack) -> dict[str, list[int]]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.overlap", description=__doc__)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--group-size", type=int, default=6)
     parser.add_argument("--no-save", action="store_true", help="only print")
     asked = parser.parse_args()
     first, *_, last = sorted(os.sched_getaffinity(0))  # two cores at least
@@ -82,7 +85,7 @@ def main() -> None:
     pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_tiny_model(folder / "model", seed=0)
+        write_tiny_model(folder / "model", seed=0, shape=SHAPE)
         with Stack(data_dir=folder / "data", settings=settings) as stack:
             stack.add_model(name=MODEL, path=folder / "model")
             endpoint = stack.endpoint
@@ -92,10 +95,10 @@ def main() -> None:
                     config = RLConfig(
                         steps=steps,
                         groups_per_step=8,
-                        group_size=16,
+                        group_size=asked.group_size,
                         max_tokens=asked.tokens,
                         stop=(),
-                        learning_rate=1e-3,
+                        learning_rate=2e-3,
                         objective_options={"correction": "tis"},
                         off_by=off_by,
                         seed=seed,

@@ -88,8 +88,7 @@ class RewardPool:
         self._closed = False
 
     async def __aenter__(self) -> RewardPool:
-        for worker in self._workers:
-            self._start(worker)
+        self._start(*self._workers)
         return self
 
     async def __aexit__(
@@ -159,16 +158,17 @@ class RewardPool:
     def _late(self) -> _Outcome:
         return "timeout", f"The reward took longer than {self._timeout:g} s (reward_timeout)"
 
-    def _start(self, worker: _RewardWorker) -> None:
-        """Start a worker in the background. If this fails, its next score tries again, and says
-        why."""
+    def _start(self, *workers: _RewardWorker) -> None:
+        """Start workers in the background, in turn: the imports of all at once would delay the
+        loop's own. After a failure, the worker's next score tries again, and says why."""
 
         async def start() -> None:
-            try:
-                with contextlib.suppress(RewardFailed):
-                    await worker.start()
-            finally:
-                self._free.put_nowait(worker)
+            for worker in workers:
+                try:
+                    with contextlib.suppress(RewardFailed):
+                        await worker.start()
+                finally:
+                    self._free.put_nowait(worker)
 
         task = asyncio.create_task(start())
         self._starts.add(task)
