@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -97,6 +97,10 @@ bench-timeslice: setup ## Measures experiments that share devices, beside the sa
 
 bench-tracking: setup ## Measures the demo's RL step with and without a record. ARGS="--rounds 4"
 	@.venv/bin/python -m benchmarks.tracking $(ARGS)
+
+bench-trl: setup ## Measures GRPO beside TRL's, on one task in one run. ARGS="--steps 20"
+	@scripts/trl.sh
+	@.venv/bin/python -m benchmarks.trl_grpo $(ARGS)
 
 bench-shared: setup ## Measures LoRA runs that share workers, and sessions that share an engine.
 	@.venv/bin/python -m benchmarks.shared_lora $(ARGS)
