@@ -1,4 +1,4 @@
-"""Runs published recipes of tinker-cookbook against a stack."""
+"""Runs published recipes and tools of tinker-cookbook against a stack."""
 
 from __future__ import annotations
 
@@ -10,32 +10,59 @@ from pathlib import Path
 from tests.support.stacks import TestStack
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = str(ROOT / "scripts/cookbook.sh")
+
+
+def environment(stack: TestStack, folder: Path) -> dict[str, str]:
+    """Return the environment of a process that uses `stack`, and the data sets in `folder`."""
+    return {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        # Otherwise a data set of this name from another folder would be used.
+        "HF_DATASETS_CACHE": str(folder / "cache"),
+        "PYTHONPATH": str(ROOT),
+        "TINKER_API_KEY": stack.stack.endpoint.api_key,
+        "TINKER_BASE_URL": stack.stack.endpoint.url,
+    }
+
+
+def run_module(
+    stack: TestStack,
+    module: str,
+    *arguments: object,
+    folder: Path,
+    given: str = "",
+    timeout: float = 480,
+    **variables: str,
+) -> subprocess.CompletedProcess[str]:
+    """Run a module to its end in `folder`, with `given` as its standard input."""
+    return subprocess.run(
+        [SCRIPT, module, *map(str, arguments)],
+        cwd=folder,
+        env={**environment(stack, folder), **variables},
+        input=given,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def output(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the end of its output, for a failing test."""
+    return done.stdout[-2000:] + done.stderr[-4000:]
 
 
 def run_recipe(
     stack: TestStack, module: str, folder: Path, *, timeout: float = 480, **options: object
 ) -> list[dict]:
     """Run a recipe to its end in `folder`. Returns its metrics, step by step."""
-    endpoint = stack.stack.endpoint
     log = folder / "log" / module
-    arguments = {"log_path": log, **options}
-    command = [ROOT / "scripts/cookbook.sh", f"tinker_cookbook.recipes.{module}"]
-    finished = subprocess.run(
-        [*map(str, command), *(f"{name}={value}" for name, value in arguments.items())],
-        cwd=folder,
-        env={
-            **os.environ,
-            "TINKER_BASE_URL": endpoint.url,
-            "TINKER_API_KEY": endpoint.api_key,
-            # Otherwise a data set of this name from another folder would be used.
-            "HF_DATASETS_CACHE": str(folder / "cache"),
-        },
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+    arguments = (f"{name}={value}" for name, value in {"log_path": log, **options}.items())
+    done = run_module(
+        stack, f"tinker_cookbook.recipes.{module}", *arguments, folder=folder, timeout=timeout
     )
-    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+    assert done.returncode == 0, output(done)
     return read_lines(log / "metrics.jsonl")
 
 

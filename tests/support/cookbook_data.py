@@ -85,6 +85,16 @@ def write_data(folder: Path) -> None:
     _rows(folder, "hicai-zju/SciKnowEval/test", chemistry)
     tools = [{"instruction": f"Call {n}.", "output": f"call({n})"} for n in range(20)]
     _rows(folder, "tangqiaoyu/ToolAlpaca/train", tools)
+    graded = [
+        {
+            "orig_instruction": f"What is {n} + 1?",
+            "orig_criteria": "Is it right?",
+            **{f"orig_score{score}_description": f"{score} of 5." for score in range(1, 6)},
+            "orig_reference_answer": str(n + 1),
+        }
+        for n in range(8)
+    ]
+    _rows(folder, "prometheus-eval/Feedback-Collection/train", graded)
     lines = [{"text": f"Line {n} of a short page with some words in it. "} for n in range(400)]
     _configured(folder, "Salesforce/wikitext", {"wikitext-103-raw-v1": {"train": lines}})
     tasks = [
@@ -125,19 +135,7 @@ def _configured(folder: Path, name: str, configurations: dict[str, dict[str, lis
 def _write_forecasts(path: Path) -> None:
     with path.open("w", newline="") as file:
         table = csv.writer(file)
-        table.writerow(
-            [
-                "submission_id",
-                "event_ticker",
-                "title",
-                "snapshot_time",
-                "close_time",
-                "market_outcome",
-                "category",
-                "markets",
-                "sources",
-            ]
-        )
+        table.writerow(FORECAST)
         for n in range(24):
             month = 9 if n < 16 else 11  # before and after the recipe's split
             table.writerow(

@@ -25,7 +25,9 @@ Q = "Qwen/Qwen3-8B"
 class Entry:
     """An entry point that runs. `needs` says what it reads beside a model, for the table.
 
-    `log` is the argument that names its log folder. `given` is its standard input."""
+    `log` is the argument that names its log folder. `given` is its standard input. `driver` is a
+    module that calls the entry point, where it cannot run by itself. `survives` is what it prints
+    of an error after which it goes on."""
 
     module: str
     arguments: dict[str, object] = field(default_factory=dict)
@@ -33,6 +35,8 @@ class Entry:
     log: str = "log_path"
     given: str = ""
     variant: str = ""
+    driver: str = ""
+    survives: str = ""
 
     @property
     def name(self) -> str:
@@ -143,6 +147,7 @@ ENTRIES = (
     Entry(
         "distillation.on_policy_multi_teacher",
         {
+            "tulu3_teacher_model": "Qwen/Qwen3.5-9B-Base",
             "lora_rank": 4,
             "group_size": 2,
             "deepmath_groups_per_batch": 2,
@@ -167,6 +172,18 @@ ENTRIES = (
             "eval_every": 0,
         },
         "files of `rubric.generate_data`",
+    ),
+    Entry(
+        "rubric.prometheus_experimental",
+        {
+            "lora_rank": 4,
+            "train_group_size": 2,
+            "groups_per_batch": 2,
+            "max_tokens": 8,
+            "max_steps": 1,
+            "eval_every": 0,
+        },
+        "`prometheus-eval/Feedback-Collection`",
     ),
     Entry("sdft.train", _SDFT, "`hicai-zju/SciKnowEval`"),
     Entry(
@@ -212,16 +229,60 @@ ENTRIES = (
         },
         "`Salesforce/wikitext`",
     ),
-    Entry("true_thinking_score.run_small_experiment", log=""),
+    Entry("true_thinking_score.run_small_experiment", log="", survives="Failed on problem"),
     Entry(
         "true_thinking_score.analyze",
         {"model_name": Q, "dataset": "gsm8k", "n_problems": 2, "max_tokens": 32},
         "`openai/gsm8k`",
+        survives="] Failed: ",
     ),
     Entry(
         "code_rl.train",
         _RL,
         "`agentica-org/DeepCoder-Preview-Dataset`, and a SandboxFusion server at `SANDBOX_URL`",
+    ),
+    Entry(
+        "harbor_rl.train",
+        {**_RL, "max_turns": 2},
+        "a sandbox: pass `sandbox_factory=` to its `cli_main`",
+        driver="tests.support.cookbook_harbor",
+    ),
+    Entry(
+        "distillation.on_policy_distillation_harbor_multi_turn",
+        {
+            **_RL,
+            "max_turns": 2,
+            "teacher_model": "Qwen/Qwen3.5-9B",
+            "sandbox_factory": "tests.support.cookbook_harbor:local_sandbox",
+        },
+        "a sandbox, as `harbor_rl`",
+        driver="tests.support.cookbook_harbor",
+    ),
+    Entry(
+        "multiplayer_rl.text_arena.train",
+        {
+            "batch_size": 4,
+            "num_train_datapoints": 4,
+            "num_test_datapoints": 2,
+            "max_tokens": 8,
+            "max_steps": 1,
+            "eval_every": 0,
+        },
+        "the packages `textarena`, `chess` and `nltk`",
+    ),
+    Entry(
+        "sdft.run_continual_learning",
+        {
+            "data_dir": "continual",
+            "methods": "sft,sdft_is,sdft_topk,sdft_hybrid",
+            "learning_rates": "1e-3",
+            "lora_rank": 4,
+            "batch_size": 4,
+            "max_tokens": 64,
+            "topk": 4,
+        },
+        "the paper's Arrow folders, at `data_dir`",
+        log="log_root",
     ),
 )
 
@@ -233,12 +294,7 @@ IN_OTHER_TESTS = {
 """Run by tests/integration/test_recipes.py, which also reads their results."""
 
 BY_HAND = {
-    "harbor_rl.train": "a sandbox: pass `sandbox_factory=` to its `cli_main`",
-    "distillation.on_policy_distillation_harbor_multi_turn": "a sandbox, as `harbor_rl`",
-    "multiplayer_rl.text_arena.train": "the packages `textarena`, `chess`, `nltk` and "
-    "`python-dotenv`",
     "search_tool.train": "Chroma, and an address for Vertex AI's embeddings",
-    "sdft.run_continual_learning": "the paper's Arrow folders",
 }
 """Have run once, with what the nightly tests lack."""
 
@@ -247,7 +303,6 @@ BLOCKED = {
     "sdft.benchmark": "is not implemented for its own data set `sciknoweval`",
     "verifiers_rl.train": "calls its own `custom_do_group_rollout` with an unknown argument",
     "verifiers_rl.evaluate": "ends with an `IndexError` in its own printout",
-    "rubric.prometheus_experimental": "was not tried",
     "vlm_classifier.*": "needs images, which Tandem does not take",
     "audio.*": "needs sound, which Tandem does not take",
 }
