@@ -104,7 +104,7 @@ def anthropic_turns(address: str, *, streamed: bool) -> list[Turn]:
             "messages": messages,
             "tools": [{"name": "add", "description": "Add.", "input_schema": SCHEMA}],
             "max_tokens": 64,
-            "temperature": 0.0,
+            "extra_body": {"temperature": 0.0},
         }
         if streamed:
             with client.messages.stream(**asked) as stream:
