@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
-from tandem.errors import LoadFailed, OperationTimedOut, WorkerDied
+from tandem.errors import InvalidRequest, LoadFailed, OperationTimedOut, WorkerDied
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.model_workers import ModelSampler
-from tests.support.gateway.sampler_world import LOAD_TIMEOUT, World
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, WHOLE_MACHINE, World
 from tests.support.virtual_time import now
 from tests.support.waiting import until
 
@@ -48,8 +49,8 @@ class Refusals:
 
 @pytest.fixture
 def new_world(tmp_path):
-    def new(replicas: int = 2, **settings) -> World:
-        return World(tmp_path, settings, replicas=replicas)
+    def new(replicas: int = 2, groups=WHOLE_MACHINE, **settings) -> World:
+        return World(tmp_path, settings, replicas=replicas, groups=groups)
 
     return new
 
@@ -109,6 +110,43 @@ def test_an_engine_that_refuses_a_version_gets_no_sample_of_it(new_world, number
     world.run(scenario())
 
 
+def test_a_version_is_degraded_while_the_refusing_engine_is_silent(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions = {V2}
+        await world.sampler().load(saved(world))
+        engine = world.sampler().engines[1]
+        world.host.workers[engine.process].frozen = True
+        await until(lambda: engine.silence)
+        assert state(world) == "degraded"
+
+    world.run(scenario())
+
+
+def test_unsent_samples_leave_an_engine_that_refuses_their_version(new_world):
+    groups = [replace(TURNS[0], name=f"d{number}", workers=number) for number in (1, 2)]
+    world = new_world(groups=groups)
+
+    async def scenario():
+        await serving(world)
+        engine = world.sampler().engines[1]
+        await world.router.scale(world.sampler("s-2"), 1, wait=0)
+        await world.sample(session_id="s-2")
+        world.host.workers[world.sampler("s-2").engine.process].seconds = 5000.0
+        busy = asyncio.create_task(world.sample(session_id="s-2"))
+        await until(lambda: engine.row.state == "asleep")
+        asked = asyncio.create_task(many(world))
+        await until(lambda: engine.waits_for_devices)
+        world.sampler().calls.note_refused(engine, V2, "a tensor is missing")
+        await asyncio.sleep(0.1)
+        assert not engine.waits_for_devices
+        assert "load_failed" not in await asked and not busy.done()
+
+    world.run(scenario())
+
+
 def test_a_version_that_all_engines_have_is_live_and_sampled_by_all(new_world):
     world = new_world()
 
@@ -118,6 +156,16 @@ def test_a_version_that_all_engines_have_is_live_and_sampled_by_all(new_world):
         assert state(world) == "live"
         await many(world)
         assert all(V2 in each.sampled for each in both)
+
+    world.run(scenario())
+
+
+def test_without_an_engine_no_version_is_live(new_world):
+    world = new_world()
+
+    async def scenario():
+        await world.open()
+        assert world.sampler().replicas.state_of("base/tiny") == "partial"
 
     world.run(scenario())
 
@@ -414,6 +462,53 @@ def test_samples_of_a_version_without_an_engine_fail_until_it_is_loaded_again(ne
             first.versions = set()
             await world.sampler().load(saved(world))
             assert "load_failed" not in await many(world)
+
+    world.run(scenario())
+
+
+def test_samples_of_a_degraded_version_wait_for_an_engine_without_a_place(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions = {V2}
+        await world.sampler().load(saved(world))
+        await world.sampler().engine.rest()
+        assert "load_failed" not in await many(world)
+        assert V2 not in second.sampled
+
+    world.run(scenario())
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_sample_of_a_version_that_no_engine_has_fails_alone(new_world, replicas):
+    world = new_world(replicas)
+
+    async def scenario():
+        found = await serving(world, replicas)
+        for each in found:
+            each.versions = {V2}
+        assert await world.sample("v2") == "load_failed"
+        assert not any(engine.refused for engine in world.sampler().engines)
+        for each in found:
+            each.versions = set()
+        assert await world.sample("v2") != "load_failed"
+
+    world.run(scenario())
+
+
+def test_a_sample_that_fails_for_another_reason_leaves_its_version_live(new_world):
+    world = new_world()
+
+    async def fail(_request: sampler_pb2.SampleRequest) -> sampler_pb2.SampleReply:
+        return sampler_pb2.SampleReply(failure=InvalidRequest("too long").to_failure())
+
+    async def scenario():
+        for each in await serving(world):
+            each._sample = fail
+        await world.sampler().load(saved(world))
+        assert await many(world, number=4) == {"invalid_request"}
+        assert state(world) == "live"
 
     world.run(scenario())
 
