@@ -302,8 +302,8 @@ class Sampler:
     async def _load(
         self, request: sampler_pb2.LoadRequest
     ) -> list[tuple[SamplerEngine, sampler_pb2.LoadReply]]:
-        """Return the engines' answers. There is at least one, because a dead engine is replaced.
-        Without an answer in time, it is a failure."""
+        """Return the engines' answers, without the failures of ended processes. There is at least
+        one, because a dead engine is replaced. Without an answer in time, it is a failure."""
         work = Work(request.version.name, in_flight=request.in_flight)
         engine = await self.calls.assigned(work)
         load = AssignedCall(work=work, version=request.version, during="a load", engine=engine)
@@ -332,7 +332,12 @@ class Sampler:
                 asked.add((engine, engine.process))
                 if found := await self._load_too(engine, request):
                     replies.append((engine, found))
-        return replies
+        valid = [
+            (engine, reply)
+            for engine, reply in replies
+            if not reply.HasField("failure") or (engine, engine.process) in asked
+        ]
+        return valid or replies
 
     async def _load_in_time(
         self, engine: SamplerEngine, client: SamplerClient, request: sampler_pb2.LoadRequest

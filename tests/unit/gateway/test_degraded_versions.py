@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 
 from gateway.checkpoints.versions import WeightVersion
+from gateway.workers.launchers.base import WorkerHandle
 from tandem.errors import InvalidRequest, LoadFailed, OperationTimedOut, WorkerDied
+from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import sampler_pb2
 from tests.support.gateway.model_workers import ModelSampler
 from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, WHOLE_MACHINE, World
@@ -376,6 +378,40 @@ def test_an_engine_that_starts_again_loads_the_version_that_it_refused(new_world
     world.run(scenario())
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_an_engine_that_dies_during_a_load_has_refused_nothing(new_world, number):
+    world = new_world()
+
+    async def scenario():
+        both = await serving(world)
+        dying, other = both[number], both[1 - number]
+        for each in both:
+            each.versions, each.silent = {V2}, True
+        goes_on, start = asyncio.Event(), world.launcher.start
+
+        async def start_later(spec: WorkerSpec) -> WorkerHandle:
+            await goes_on.wait()
+            return await start(spec)
+
+        world.launcher.start = start_later
+        loading = asyncio.create_task(world.sampler().load(saved(world)))
+        await asyncio.sleep(1)
+        engine = world.sampler().engines[number]
+        world.host.workers[engine.process].die()
+        await asyncio.sleep(1)  # the report of its end comes after the broken connection
+        world.host.kill(engine.process)
+        await until(lambda: not engine.process)
+        other.versions = set()
+        other.answers.set()
+        await loading
+        assert state(world) == "live" and not dying.sampled
+        goes_on.set()
+        await until(lambda: V2 in engine.loaded)
+        assert state(world) == "live"
+
+    world.run(scenario())
+
+
 def test_an_added_engine_that_cannot_load_the_version_gets_no_sample_of_it(new_world, monkeypatch):
     world = new_world(1)
 
@@ -399,6 +435,33 @@ def test_an_added_engine_that_cannot_load_the_version_gets_no_sample_of_it(new_w
         assert not added.sampled
         await many(world, "base")
         assert added.sampled == {"base/tiny"}
+
+    world.run(scenario())
+
+
+def test_an_added_engine_that_dies_during_its_load_has_refused_nothing(new_world, monkeypatch):
+    world = new_world(1)
+
+    async def scenario():
+        await serving(world, 1)
+        await world.sampler().load(saved(world))
+        load, dies = ModelSampler.Load, asyncio.Event()
+
+        async def die_once(self: ModelSampler, request: sampler_pb2.LoadRequest):
+            if self.spec.replica == 1 and not dies.is_set():
+                dies.set()
+                await asyncio.Event().wait()
+            return await load(self, request)
+
+        monkeypatch.setattr(ModelSampler, "Load", die_once)
+        await world.router.scale(world.sampler(), 2, wait=0)
+        await until(dies.is_set)
+        added = world.sampler().engines[1]
+        world.host.kill(added.process)
+        await until(lambda: not added.process)
+        await many(world)
+        await until(lambda: V2 in added.loaded)
+        assert state(world) == "live"
 
     world.run(scenario())
 
