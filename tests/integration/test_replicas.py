@@ -1,15 +1,17 @@
-"""Two engines behind one sampling session. One is killed."""
+"""Several engines of one sampler. They come, go, die, and refuse versions."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tinker import SamplingClient, types
+from tinker import APIFuture, SamplingClient, TrainingClient, types
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
@@ -113,3 +115,130 @@ def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(mo
         assert answers(asked) == undisturbed
         wait_until(lambda: len(engines(stack)) == 1, what="the other engine has ended")
         assert len([each for each in stack.status()["workers"] if each["kind"] == "sampler"]) == 1
+
+
+# --- One of two engines refuses a version ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run with two engines."""
+
+    stack: TestStack
+    run: TrainingClient
+
+    def shown(self) -> dict:
+        with self.stack.stack.client() as client:
+            return client.get(f"samplers/{self.run.model_id}").raise_for_status().json()
+
+    def version(self) -> str:
+        return self.stack.run(self.run)["weight_version"]
+
+    def state(self) -> str:
+        """The state of the newest version, "" if no engine has it."""
+        states = {each["name"]: each["state"] for each in self.shown()["versions"]}
+        return states.get(self.version(), "")
+
+    def is_live(self) -> bool:
+        return self.shown()["serving"] == 2 and self.state() == "live"
+
+    def engine(self, replica: int) -> dict:
+        return self.shown()["engines"][replica]
+
+    def process(self, replica: int) -> int:
+        """The process group of an engine."""
+        worker = self.engine(replica)["worker"]
+        (found,) = [each for each in self.stack.status()["workers"] if each["id"] == worker]
+        return found["pid"]
+
+    def begin_save(self, *frozen: int) -> APIFuture[SamplingClient]:
+        """Freeze these process groups, and return when a new version is published."""
+        before = self.version()
+        train(self.run, seed=9, steps=1)
+        for process in frozen:
+            os.killpg(process, signal.SIGSTOP)
+        saving = self.run.save_weights_and_get_sampling_client()
+        wait_until(lambda: self.version() != before, what="the version is published")
+        return saving
+
+    def answers(self, sampler: SamplingClient) -> list[list[tuple[list[int], list[float]]]]:
+        """Answers of the newest version."""
+        asked = ask(sampler)
+        found = answers(asked)
+        ids = [each.result().sequences[0].sequence_id.rpartition(":")[0] for each in asked]
+        with self.stack.stack.client() as client:
+            told = client.get("samples/versions", params={"ids": ",".join(ids)})
+        versions = {each["weight_version"] for each in told.raise_for_status().json()["requests"]}
+        assert versions == {self.version()}
+        return found
+
+
+@pytest.fixture(scope="module")
+def pair(model, tmp_path_factory) -> Iterator[Pair]:
+    """The engines have 30 s for a load."""
+    with (
+        running(
+            tmp_path_factory.mktemp("pair"),
+            models={TIED: model},
+            settings={"operation_timeout": "30", "trainer_ranks": "1"},
+        ) as stack,
+        stack.service(user_metadata={"tandem.replicas": "2"}) as service,
+    ):
+        run = service.create_lora_training_client(f"{TIED}:full").result(timeout=240)
+        pair = Pair(stack, run)
+        pair.begin_save().result(timeout=4 * SOON)
+        yield pair
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_version_of_damaged_files_is_degraded_until_the_engine_starts_again(pair, replica):
+    wait_until(pair.is_live)
+    process, before = pair.process(replica), pair.version()
+    saving = pair.begin_save(process)
+    other = pair.engine(1 - replica)["worker"]
+    wait_until(lambda: has_loaded(pair, other), what="the other engine has the version")
+    (file,) = pair.stack.newest_version(pair.run).glob("*.safetensors")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.killpg(process, signal.SIGCONT)
+    sampler = saving.result(timeout=SOON)
+    assert pair.state() == "degraded"
+    expected = pair.answers(sampler)
+    refusing = pair.engine(replica)
+    assert "model.safetensors" in refusing["refused"][pair.version()]
+    assert refusing["versions"] == [before]
+    assert pair.engine(1 - replica)["worker"] == other
+    assert not pair.engine(1 - replica)["refused"]
+    file.write_bytes(content)
+    os.killpg(process, signal.SIGKILL)
+    wait_until(lambda: pair.engine(replica)["worker"] != refusing["worker"])
+    assert pair.answers(sampler) == expected
+    wait_until(pair.is_live)
+    assert pair.answers(sampler) == expected
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replica", [0, 1])
+def test_a_version_that_a_frozen_engine_did_not_load_is_live_when_it_goes_on(pair, replica):
+    wait_until(pair.is_live)
+    process = pair.process(replica)
+    try:
+        sampler = pair.begin_save(process).result(timeout=SOON)
+        assert pair.state() == "degraded"
+        refused = pair.engine(replica)["refused"][pair.version()]
+        assert "did not load the weights within 30 s" in refused
+        expected = pair.answers(sampler)
+    finally:
+        os.killpg(process, signal.SIGCONT)
+    wait_until(pair.is_live)
+    assert pair.process(replica) == process, "it did not start again"
+    assert pair.answers(sampler) == expected
+
+
+def has_loaded(pair: Pair, worker: str) -> bool:
+    """Whether an engine's log says that it has the newest version."""
+    lines = (pair.stack.data_dir / "logs" / f"{worker}.log").read_text().splitlines()
+    return any('"loaded"' in line and pair.version() in line for line in lines)
