@@ -182,10 +182,10 @@ def test_the_capture_proxy_stores_exactly_the_sampled_tokens_and_logprobs(
             assert [(turn.called, turn.text) for turn in turns] == [(CALLED, ""), (None, SAID)]
             stored = [row for row in rows if row["traj_idx"] == number]
             assert [len(row["sampled_tokens"]) for row in stored] == [t.tokens for t in turns]
-        end = sampling.get_tokenizer().encode("<|im_end|>")
+        end = rows[0]["sampled_tokens"][-1]
         for row in rows:
             known = row["metadata"]["sampling_params"].items()
-            params = SamplingParams(stop=end, **{k: v for k, v in known if v is not None})
+            params = SamplingParams(stop=[end], **{k: v for k, v in known if v is not None})
             prompt, sampled = row["prompt_tokens"], row["sampled_tokens"]
             again = sampling.sample(ModelInput.from_ints(prompt), 1, params)
             (sequence,) = again.result(timeout=TIMEOUT).sequences
