@@ -19,7 +19,7 @@ from tinker import types
 
 from tandem.rl import grpo
 
-AGENTS = 16
+AGENTS = 32
 TOKENS = 8
 
 
@@ -71,7 +71,7 @@ def main() -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL"))
     parser.add_argument("--model", default="my/chat")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
 
@@ -101,7 +101,7 @@ def main() -> dict[str, float]:
                 for sequence in recorded
             ]
             training.forward_backward(data, "importance_sampling")
-            training.optim_step(types.AdamParams(learning_rate=3e-3)).result()
+            training.optim_step(types.AdamParams(learning_rate=2e-2)).result()
     found = {"first reward": rewards[0], "last reward": rewards[-1]}
     print(found)
     return found
