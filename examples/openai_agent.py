@@ -71,7 +71,7 @@ def main() -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL"))
     parser.add_argument("--model", default="my/chat")
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
 

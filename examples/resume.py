@@ -31,24 +31,25 @@ def main() -> dict[str, float]:
     asked = parser.parse_args()
 
     questions = [Example(f"{left}+{right}=") for left in range(10) for right in range(10)]
-    config = RLConfig(
-        steps=asked.steps,
-        groups_per_step=4,
-        group_size=8,
-        max_tokens=LENGTH,
-        learning_rate=3e-3,
-        objective="dr_grpo",
-        save_every=2,
-        seed=asked.seed,
-        name="examples: resume",
-    )
     with (
         tinker.ServiceClient(base_url=asked.base_url) as service,
         tempfile.TemporaryDirectory() as folder,
     ):
+        config = RLConfig(
+            steps=asked.steps,
+            groups_per_step=4,
+            group_size=8,
+            max_tokens=LENGTH,
+            learning_rate=3e-3,
+            objective="dr_grpo",
+            save_every=2,
+            out=Path(folder, "whole"),
+            seed=asked.seed,
+            name="examples: resume",
+        )
         # A fixed seed for the adapter, so that both runs begin with the same one.
         model = resumable(service, asked.model, rank=32, seed=asked.seed)
-        whole = train(model, questions, reward, replace(config, out=Path(folder, "whole")))
+        whole = train(model, questions, reward, config)
 
         parts = replace(config, out=Path(folder, "parts"))
         first = train(model, questions, reward, replace(parts, steps=asked.steps // 2))
