@@ -89,8 +89,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     asked = parser.parse_args()
     for name in asked.names:
-        known = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
         found = measured(name, asked.seeds)
+        known = json.loads(BOUNDS.read_text()) if BOUNDS.exists() else {}
         before = known.get(name, {}).get("bounds", {})
         known[name] = {**found, "bounds": tighter(before, found["bounds"])}
         BOUNDS.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
