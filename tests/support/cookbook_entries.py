@@ -268,7 +268,6 @@ ENTRIES = (
             "max_steps": 1,
             "eval_every": 0,
         },
-        "the packages `textarena`, `chess` and `nltk`",
     ),
     Entry(
         "sdft.run_continual_learning",
