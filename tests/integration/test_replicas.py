@@ -100,6 +100,10 @@ def scaled(stack: TestStack, session: str, replicas: int) -> dict:
     return json.loads(done.output)
 
 
+def sampler_workers(stack: TestStack) -> list[dict]:
+    return [each for each in stack.status()["workers"] if each["kind"] == "sampler"]
+
+
 @pytest.mark.timeout(600)
 def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(model, tmp_path):
     with running(tmp_path, models={TIED: model}) as stack, stack.service() as service:
@@ -114,7 +118,39 @@ def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(mo
         assert scaled(stack, session, 1)["leaving"] == 1
         assert answers(asked) == undisturbed
         wait_until(lambda: len(engines(stack)) == 1, what="the other engine has ended")
-        assert len([each for each in stack.status()["workers"] if each["kind"] == "sampler"]) == 1
+        assert len(sampler_workers(stack)) == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_queue_brings_a_second_engine_and_without_samples_none_is_left(model, tmp_path):
+    allowed = {"tandem.min_replicas": "0", "tandem.max_replicas": "2"}
+    with (
+        running(
+            tmp_path,
+            models={TIED: model},
+            settings={"sampler_max_num_seqs": "8"},
+            gateway="tests.support.hasty_gateway",
+        ) as stack,
+        stack.service(user_metadata=allowed) as service,
+    ):
+        sampler = service.create_sampling_client(base_model=TIED).result(timeout=4 * SOON)
+        one = sampler.sample(types.ModelInput.from_ints(PROMPTS[0]), 1, types.SamplingParams())
+        one.result(timeout=4 * SOON)
+        assert len(engines(stack)) == 1
+        asked: list[list[Future[types.SampleResponse]]] = []
+
+        def both_work_on_a_queue() -> bool:
+            if sum(not all(each.done() for each in asks) for asks in asked) < 2:
+                asked.append(ask(sampler))
+            return busy(stack)
+
+        wait_until(both_work_on_a_queue, timeout=4 * SOON)
+        first, *others = map(answers, asked)
+        assert all(each == first for each in others)
+        wait_until(lambda: not sampler_workers(stack), what="no engine is left")
+        assert [each["state"] for each in engines(stack)] == ["idle"]
+        assert answers(ask(sampler)) == first
 
 
 # --- One of two engines refuses a version ---------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -128,10 +129,13 @@ def running(
     models: dict[str, Path],
     settings: dict[str, str] | None = None,
     say: Callable[[str], None] = lambda sentence: None,
+    gateway: str = "gateway",
 ) -> Iterator[TestStack]:
+    """`gateway` is the module that runs as the gateway."""
     mark = f"test-{uuid.uuid4().hex}"
     settings = {**SMALL, **(settings or {}), "test_mark": mark}
     stack = Stack(data_dir=data_dir, settings=settings, say=say, start_timeout=240)
+    stack._gateway._command = [sys.executable, "-m", gateway]
     with stack:
         for name, path in models.items():
             stack.add_model(name=name, path=path)
