@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.rl.advantages import dr_grpo, grpo, rloo
+from tandem.rl.advantages import dr_grpo, grpo, reward, rloo
 from tandem.rl.rollouts import Group, Rollout
 from tandem.rl.selection import dynamic_sampling, soft_overlong
 from tandem.rl.tasks import all_of
@@ -113,7 +113,7 @@ class Objective:
 
     def check_group_size(self, size: int) -> None:
         """Raise `ValueError` if groups of this size have no advantages."""
-        if size < 2 and self.estimator is not None:
+        if size < 2 and self.estimator not in (None, reward):
             raise ValueError(
                 f"{self.name} compares the answers to an example, and group_size is {size}; use at "
                 "least 2"
@@ -300,6 +300,12 @@ OBJECTIVES: Mapping[str, Objective] = {
         ),
         Objective(  # arXiv 2506.13585
             name="cispo", loss="cispo", estimator=grpo, aggregation="token_mean"
+        ),
+        Objective(  # Williams, 1992: without a baseline
+            name="reinforce",
+            loss="importance_sampling",
+            estimator=reward,
+            aggregation="token_mean",
         ),
         Objective(  # arXiv 2306.13649, with reverse KL and no gradient through the samples
             name="distillation",

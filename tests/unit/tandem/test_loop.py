@@ -599,6 +599,13 @@ def test_answers_without_others_to_compare_are_refused_before_sampling():
         train(FakePolicy(), numbered(4), by_answer, a_config(group_size=1))
 
 
+@in_virtual_time
+async def test_an_objective_that_compares_no_answers_trains_single_ones():
+    result = await run(FakePolicy(), a_config(group_size=1, objective="reinforce"))
+    assert result.step == 10
+    assert [report.rollouts for report in result.steps] == [4] * 10
+
+
 def test_an_unknown_option_is_refused():
     with pytest.raises(TypeError, match="evaluations"):
         train(FakePolicy(), numbered(4), by_answer, a_config(), evaluations=EVALUATION)
