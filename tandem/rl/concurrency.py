@@ -24,14 +24,14 @@ class Concurrency:
     """Bounds rollouts by a limit that moves between `_LEAST` and `largest`.
 
     The limit grows by a constant and shrinks by a factor, as in TCP. Until it shrinks for the first
-    time, it doubles. It grows only while it is used."""
+    time, it doubles, also with each round of finished rollouts. It grows only while it is used."""
 
     def __init__(self, largest: int, *, first: int = _FIRST) -> None:
         self.limit = min(first, largest)
         self.running = 0
         self._largest = largest
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._starting = True
+        self._starting = self._room = True
         self._fastest: float | None = None
         self._newest: float | None = None
 
@@ -51,6 +51,8 @@ class Concurrency:
             raise
         try:
             yield
+            if self._starting and self._room and self._waiting:
+                self.limit = min(self.limit + count, self._largest)
         finally:
             self._free(count)
 
@@ -63,16 +65,16 @@ class Concurrency:
     def adapt(self, load: EngineLoad | None) -> None:
         """Move the limit by the load of the engines, or by the latency without one."""
         if load is not None:
-            crowded, room = load.waiting > 0, load.kv_used < FULL
+            crowded, self._room = load.waiting > 0, load.kv_used < FULL
         elif self._newest is None or self._fastest is None:
             return
         else:
             crowded = self._newest > _SLOW * self._fastest
-            room = not crowded
+            self._room = not crowded
         if crowded:
             self._starting = False
             self.limit = max(int(self.limit * _SHRINK), min(_LEAST, self._largest))
-        elif room and self._waiting:
+        elif self._room and self._waiting:
             grown = self.limit + (self.limit if self._starting else _FIRST // 2)
             self.limit = min(grown, self._largest)
         self._admit()

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.policy import EngineLoad
-from tests.support.virtual_time import in_virtual_time
+from tests.support.virtual_time import in_virtual_time, now
 
 IDLE = EngineLoad(running=10, waiting=0, kv_used=0.3)
 FULL = EngineLoad(running=10, waiting=0, kv_used=0.95)
@@ -39,6 +41,30 @@ async def test_the_limit_grows_while_nothing_waits_and_the_cache_has_room():
     assert concurrency.limit == 512
     await end(tasks)
     assert concurrency.running == 0
+
+
+@in_virtual_time
+async def test_at_the_start_each_round_of_short_rollouts_doubles_the_limit():
+    concurrency = Concurrency(500, first=64)
+    most = 0
+
+    async def short() -> None:
+        nonlocal most
+        async with concurrency.rollouts(8):
+            most = max(most, concurrency.running)
+            await asyncio.sleep(0.1)
+
+    async def many() -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(150):
+                tasks.create_task(short())
+
+    await many()
+    assert most == concurrency.limit // 8 * 8 == 496
+    assert now() == pytest.approx(0.5), "64, 128, 256, 496 and 256 of the 1200"
+    concurrency.adapt(CROWDED)
+    await many()
+    assert concurrency.limit == 375, "after the first crowd, only the load moves it"
 
 
 @in_virtual_time
