@@ -22,6 +22,7 @@ from rich.console import Console
 
 from benchmarks import record
 from tandem.demo.tiny_model import write_tiny_model
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Stack
 
 MODEL = "bench/chat"
@@ -83,7 +84,7 @@ def main() -> None:
             stack.add_model(name=MODEL, path=folder / "model")
             endpoint = stack.endpoint
             gateway = gateway_of(stack)
-            with httpx.Client(timeout=300) as client, stack.client() as own:
+            with http_client(endpoint.url) as client, stack.client() as own:
                 chat(client, endpoint.url, endpoint.api_key, turns=2, seed=0)  # starts the engine
 
                 def recorded(seed: int) -> list[float]:
