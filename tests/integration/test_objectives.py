@@ -43,6 +43,7 @@ CONFIG = RLConfig(
     group_size=8,
     max_tokens=4,
     learning_rate=5e-4,
+    final_learning_rate=0.1,
     substeps=8,
     grad_clip_norm=1.0,
 )
