@@ -12,7 +12,13 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
 from gateway.storage import migrations
 from gateway.storage.database import Database
-from gateway.storage.tables import metadata, released_folders, runs, sampling_sessions
+from gateway.storage.tables import (
+    metadata,
+    released_folders,
+    runs,
+    sampling_sessions,
+    sessions,
+)
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
 from tests.support.gateway.running import make_model
@@ -109,11 +115,8 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
     await other.close()
 
 
-LOOP_TABLES: set[str] = set()
-LOOP_COLUMNS = {
-    "sampling_sessions": {"min_version", "max_staleness", "updates"},
-    "sessions": {"engine_ranges"},
-}
+RANGE_COLUMNS = {"sessions": {"engine_ranges"}}
+LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness", "updates"}}
 RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
 RECORD_COLUMNS = {"runs": {"name", "tags", "config", "parent_run", "parent_step", "ending"}}
 
@@ -129,22 +132,39 @@ def tables_without(tables, columns):
     return old
 
 
+def tables_before_ranges():
+    return tables_without(set(), RANGE_COLUMNS)
+
+
 def tables_before_the_loop():
-    return tables_without(LOOP_TABLES, LOOP_COLUMNS)
+    return tables_without(set(), RANGE_COLUMNS | LOOP_COLUMNS)
 
 
 def tables_of_0_2():
     """The tables before the record of runs."""
-    return tables_without(LOOP_TABLES | RECORD_TABLES, LOOP_COLUMNS | RECORD_COLUMNS)
+    return tables_without(RECORD_TABLES, RANGE_COLUMNS | LOOP_COLUMNS | RECORD_COLUMNS)
+
+
+async def migrated(tmp_path, table, row, *, old, revision):
+    """Write a row into the tables of an earlier revision, and open them. Return the table's row."""
+    for name in ("new", "old"):
+        (tmp_path / name).mkdir()
+    fresh = await opened(tmp_path / "new")
+    database = Database(url=url_for(tmp_path / "old"), data_dir=tmp_path / "old")
+    with database._engine.begin() as connection:
+        old.create_all(connection)
+        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
+        connection.execute(text(f"INSERT INTO alembic_version VALUES ('{revision}')"))
+        connection.execute(insert(old.tables[table.name]).values(row))
+    await database.open()
+    assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
+    (found,) = await database.read(select(table))
+    await database.close()
+    await fresh.close()
+    return found
 
 
 async def test_a_database_of_0_2_gets_the_record_and_keeps_its_runs(tmp_path):
-    (tmp_path / "new").mkdir()
-    fresh = await opened(tmp_path / "new")
-    data_dir = tmp_path / "old"
-    data_dir.mkdir()
-    database = Database(url=url_for(data_dir), data_dir=data_dir)
-    old = tables_of_0_2()
     row = {
         "id": RUN,
         "session_id": "s-1",
@@ -155,26 +175,12 @@ async def test_a_database_of_0_2_gets_the_record_and_keeps_its_runs(tmp_path):
         "user_metadata": {"name": "kept"},
         "created_at": 1.0,
     }
-    with database._engine.begin() as connection:
-        old.create_all(connection)
-        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
-        connection.execute(text("INSERT INTO alembic_version VALUES ('0001_first')"))
-        connection.execute(insert(old.tables["runs"]).values(row))
-    await database.open()
-    assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
-    (found,) = await database.read(select(runs))
+    found = await migrated(tmp_path, runs, row, old=tables_of_0_2(), revision="0001_first")
     assert (found["id"], found["user_metadata"]) == (RUN, {"name": "kept"})
     assert (found["name"], found["tags"], found["config"], found["parent_run"]) == (None,) * 4
-    await database.close()
-    await fresh.close()
 
 
 async def test_a_database_before_the_loop_keeps_its_sampling_sessions_without_bounds(tmp_path):
-    for name in ("new", "old"):
-        (tmp_path / name).mkdir()
-    fresh = await opened(tmp_path / "new")
-    database = Database(url=url_for(tmp_path / "old"), data_dir=tmp_path / "old")
-    old = tables_before_the_loop()
     row = {
         "id": "s-1:sample:0",
         "session_id": "s-1",
@@ -185,18 +191,17 @@ async def test_a_database_before_the_loop_keeps_its_sampling_sessions_without_bo
         "state": "active",
         "created_at": 1.0,
     }
-    with database._engine.begin() as connection:
-        old.create_all(connection)
-        connection.execute(text("CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL)"))
-        connection.execute(text("INSERT INTO alembic_version VALUES ('0002_record')"))
-        connection.execute(insert(old.tables["sampling_sessions"]).values(row))
-    await database.open()
-    assert by_name(schema_of(database._engine)) == by_name(schema_of(fresh._engine))
-    (found,) = await database.read(select(sampling_sessions))
+    old = tables_before_the_loop()
+    found = await migrated(tmp_path, sampling_sessions, row, old=old, revision="0002_record")
     assert (found["id"], found["version"]) == (row["id"], row["version"])
     assert (found["min_version"], found["max_staleness"], found["updates"]) == (None,) * 3
-    await database.close()
-    await fresh.close()
+
+
+async def test_a_database_before_ranges_keeps_its_sessions_without_a_range(tmp_path):
+    row = {"id": "s-1", "state": "active", "owner": "ann", "created_at": 1.0}
+    old = tables_before_ranges()
+    found = await migrated(tmp_path, sessions, row, old=old, revision="0003_loop")
+    assert (found["id"], found["owner"], found["engine_ranges"]) == ("s-1", "ann", None)
 
 
 def by_name(schema):

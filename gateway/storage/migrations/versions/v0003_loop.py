@@ -1,4 +1,4 @@
-"""The loop: bounds of sampling sessions, and ranges of engines."""
+"""The loop: bounds of sampling sessions."""
 
 from __future__ import annotations
 
@@ -13,4 +13,3 @@ def upgrade() -> None:
     op.add_column("sampling_sessions", sa.Column("min_version", sa.BigInteger()))
     op.add_column("sampling_sessions", sa.Column("max_staleness", sa.BigInteger()))
     op.add_column("sampling_sessions", sa.Column("updates", sa.String(8)))
-    op.add_column("sessions", sa.Column("engine_ranges", sa.JSON()))
