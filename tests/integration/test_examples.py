@@ -61,6 +61,14 @@ def test_an_example_reaches_its_bounds(name: str, examples_stack: TestStack) -> 
     assert broken_bounds(KNOWN[name]["bounds"], found) == [], found
 
 
+@pytest.mark.slow
+def test_the_example_of_resuming_computes_the_same_after_its_break(
+    examples_stack: TestStack,
+) -> None:
+    found = run(examples_stack, "examples/resume.py", "--steps", "2")
+    assert found["difference"] == 0
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", [name for name in KNOWN if name != "resume"])
 def test_a_broken_reward_violates_a_bound(name: str, examples_stack: TestStack) -> None:
