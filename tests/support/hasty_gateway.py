@@ -1,4 +1,4 @@
-"""Runs a gateway whose autoscaler removes idle engines after seconds instead of minutes."""
+"""Runs a gateway that removes idle engines after seconds instead of minutes."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ async def serving(world: World, replicas: int = 2) -> list[ModelSampler]:
     return engines(world)
 
 
-def saved(world: World, name: str) -> WeightVersion:
+def saved(world: World, name: str = "v2") -> WeightVersion:
     version = world.version(name)
     return WeightVersion(
         name=version.name, path=version.path, run_id="s-1:train:0", step=1, base_model="tiny"

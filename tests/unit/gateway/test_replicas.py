@@ -17,16 +17,7 @@ from tests.support.gateway.replica_world import (
     serving,
     states,
 )
-from tests.support.gateway.sampler_world import WHOLE_MACHINE, World
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def new_world(tmp_path):
-    def new(replicas: int = 2, groups=WHOLE_MACHINE, **settings) -> World:
-        return World(tmp_path, settings, replicas=replicas, groups=groups)
-
-    return new
 
 
 def test_two_engines_share_the_samples_and_answer_as_one_would(new_world):

@@ -20,16 +20,8 @@ from tests.support.gateway.replica_world import (
     serving,
     states,
 )
-from tests.support.gateway.sampler_world import TURNS, WHOLE_MACHINE, World
+from tests.support.gateway.sampler_world import TURNS
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def new_world(tmp_path):
-    def new(replicas: int = 2, groups=WHOLE_MACHINE, **settings) -> World:
-        return World(tmp_path, settings, replicas=replicas, groups=groups)
-
-    return new
 
 
 def test_an_engine_that_is_added_has_the_version_before_its_first_request(new_world):

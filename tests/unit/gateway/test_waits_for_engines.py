@@ -21,17 +21,9 @@ from tests.support.gateway.replica_world import (
     serving,
     states,
 )
-from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, WHOLE_MACHINE, World
+from tests.support.gateway.sampler_world import LOAD_TIMEOUT, TURNS, World
 from tests.support.virtual_time import now
 from tests.support.waiting import until
-
-
-@pytest.fixture
-def new_world(tmp_path):
-    def new(replicas: int = 2, groups=WHOLE_MACHINE, **settings) -> World:
-        return World(tmp_path, settings, replicas=replicas, groups=groups)
-
-    return new
 
 
 async def losing(world: World, replicas: int) -> ModelSampler:
