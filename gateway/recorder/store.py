@@ -205,8 +205,8 @@ class TraceStore:
         return read
 
     def _note_use(self, trace: Trace) -> None:
-        """Keep the trace's turns in memory, and forget those of the least recently used traces
-        above the bound. Their files have all turns."""
+        """Keep the trace's turns in memory. Above the bound, forget the turns of the least recently
+        used traces. Their files have all turns."""
         if trace.head.id not in self._cached and trace.conversations is not None:
             self._cached_bytes += trace.conversations.size
         self._cached[trace.head.id] = trace

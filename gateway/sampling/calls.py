@@ -50,8 +50,8 @@ class AssignedCall:
 
 @dataclass(eq=False, kw_only=True)
 class SamplerCalls:
-    """The unfinished calls of a sampler, with its `balancer` and its `replicas`. The arguments are
-    those of `Replicas`. `stopped` is the error of new calls after the sampler's end."""
+    """The unfinished calls of a sampler, with its `balancer` and its `replicas`. `Replicas`
+    describes the arguments. `stopped` is the error of new calls after the sampler's end."""
 
     first: SamplerEngine
     prepare: Callable[[SamplerEngine], Awaitable[None]]

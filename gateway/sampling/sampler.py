@@ -345,7 +345,6 @@ class Sampler:
         """Return an engine's answer. Raises `OperationTimedOut` if it is late, after the answers to
         earlier samples of other versions, which come first."""
         timeout = engine.settings.operation_timeout
-
         loading = asyncio.ensure_future(client.load(request))
         try:
             await asyncio.wait([loading], timeout=_OVERTAKING)

@@ -18,7 +18,7 @@ from tandem.rl.rollouts import Example, Group
 from tandem.rl.tasks import all_of
 
 _CONCURRENCY = 64
-"""Rollouts at a time. They share the engines with those of the training."""
+"""Rollouts at a time. The training uses the same engines."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class Policy(RolloutSampler, Protocol):
         learning_rate: float,
         grad_clip_norm: float,
     ) -> Mapping[str, float]:
-        """Make one optimizer step, after those of earlier calls. Returns the server's metrics."""
+        """Make one optimizer step, after earlier calls. Returns the server's metrics."""
         ...
 
     async def sync(self, timeout: float) -> None:
