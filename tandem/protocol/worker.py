@@ -177,6 +177,22 @@ class TrainingSpec(BaseModel):
         return StateBytes(weight=width, gradient=width, moments=2 * width)
 
 
+class JobSpec(BaseModel):
+    """The program of a job's worker, rendered by the gateway.
+
+    `argv` is torchrun with the program and its arguments. `folder` is the job's folder, and
+    `attempt` counts from 1. `environment` is added to the inherited variables."""
+
+    model_config = ConfigDict(frozen=True)
+
+    framework: str
+    folder: str
+    attempt: int = Field(1, ge=1)
+    processes: int = Field(1, ge=1)
+    argv: tuple[str, ...]
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
 WORKER_STOP_TIMEOUT = 10.0
 
 
@@ -235,6 +251,7 @@ class WorkerSpec(BaseModel):
     stop_timeout: float = WORKER_STOP_TIMEOUT
     trainer: TrainerSettings | None = None
     sampler: SamplerSettings | None = None
+    job: JobSpec | None = None
 
     @model_validator(mode="after")
     def _listens_to_others_with_tls_alone(self) -> WorkerSpec:
