@@ -189,12 +189,18 @@ def result_of(
 
 
 async def learn(
-    objective: Objective, *, seed: int, steps: int = 40, reference: Reference | None = None
+    objective: Objective,
+    *,
+    seed: int,
+    steps: int = 40,
+    rate: float = 0.1,
+    reference: Reference | None = None,
 ) -> float:
     """Return the probability of the right answer after `steps` steps of eight groups. It begins
-    at 1/16."""
+    at 1/16. A negative `rate` flips the sign of each gradient."""
     rng = np.random.default_rng(seed)
     table = Table()
+    table.set_rate(rate)
     for _ in range(steps):
         groups = [table.group(rng, number) for number in range(8)]
         kept, _flat = objective.select(groups)
