@@ -45,7 +45,8 @@ def groups_of(
     settings: GatewaySettings, host: Host, launchers: Mapping[str, str] | None = None
 ) -> tuple[WorkerGroup, ...]:
     """Return the declared groups, or those of an undeclared host. `launchers` names the launcher of
-    each role. Raises `InvalidRequest` for groups that host or cluster cannot have."""
+    each kind of workers. A job has that of trainers. Raises `InvalidRequest` for groups that host
+    or cluster cannot have."""
     backends = host.backends
     if settings.launcher == "kubernetes":  # nobody asks an image for its backends
         said = [settings.trainer.backend, TrainerSettings.model_fields["backend"].default]
@@ -53,9 +54,10 @@ def groups_of(
             str(each["backend"]) for each in settings.model_defaults.values() if "backend" in each
         ]
         backends = known_backends() | dict.fromkeys(said, "")
-    names = {kind: name for role, name in (launchers or {}).items() for kind in _KINDS[role]}
+    names = launchers or {}
+    by_kind = {kind: names[role] for role in _KINDS if role in names for kind in _KINDS[role]}
     groups = _groups_of(settings, host)
-    return tuple(replace(group, backends=backends, launchers=names) for group in groups)
+    return tuple(replace(group, backends=backends, launchers=by_kind) for group in groups)
 
 
 def budgets_of(settings: GatewaySettings, host: Host) -> Budgets:

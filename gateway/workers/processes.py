@@ -329,7 +329,8 @@ class Processes:
                 if not record.ended.done():
                     record.ended.set_result(exit_)
                 continue
-            self.metrics.worker_exits.labels(kind=record.kind).inc()
+            if record.kind != "job":  # it always ends by itself
+                self.metrics.worker_exits.labels(kind=record.kind).inc()
             del self._records[exit_.worker_id]
             self._reports.note_exit(record.key, exit_.worker_id, exit_.reason)
             await record.worker.channel.close()

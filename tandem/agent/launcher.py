@@ -290,9 +290,12 @@ class ProcessLauncher:
         if worker.expected or worker.handle is None:  # its caller is told
             return
         self._ended.append(worker)
-        self.metrics.worker_exits.labels(worker.spec.kind).inc()
-        exit_ = _exit_of(worker)
-        self._log.error("worker_ended", worker_id=worker_id, pid=worker.pid, reason=exit_.reason)
+        exit_, about = _exit_of(worker), {"worker_id": worker_id, "pid": worker.pid}
+        if worker.spec.kind == "job" and worker.process.returncode == 0:
+            self._log.info("job_ended", **about)
+        else:
+            self.metrics.worker_exits.labels(worker.spec.kind).inc()
+            self._log.error("worker_ended", **about, reason=exit_.reason)
         self._watchers.tell(exit_)
 
 

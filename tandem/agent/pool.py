@@ -44,7 +44,8 @@ _LONGEST_WAIT = 600.0
 
 
 def default_command(kind: WorkerKind) -> list[str]:
-    return [sys.executable, "-m", f"{kind}_service"]
+    module = "trainer_service.jobs" if kind == "job" else f"{kind}_service"
+    return [sys.executable, "-m", module]
 
 
 def pool_sizes(settings: PoolSettings) -> dict[WorkerKind, int]:

@@ -39,6 +39,23 @@ class JobResources(BaseModel):
     device_bytes: int = Field(0, ge=0)
 
 
+class JobEnd(BaseModel):
+    """The content of `attempt-N/end.json`.
+
+    `status` is that of torchrun, 0 after success, and `STOPPED` after a requested end. `reason` is
+    one sentence without paths. `at` is in seconds since 1970."""
+
+    model_config = ConfigDict(frozen=True)
+
+    status: int
+    reason: str = ""
+    at: float = 0.0
+
+
+STOPPED = 143
+"""The status of an attempt that was asked to end by SIGTERM."""
+
+
 class JobConfiguration(BaseModel, ABC):
     """A job backend's settings. Subclasses add fields with types and bounds.
 

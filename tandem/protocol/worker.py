@@ -34,7 +34,7 @@ from tandem.protocol.certificate import Certificate
 from tandem.settings.requests import MOST_PAYLOAD_BYTES
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
-WorkerKind = Literal["trainer", "sampler"]
+WorkerKind = Literal["trainer", "sampler", "job"]
 
 SECRET_METADATA_KEY = "x-tandem-worker-secret"
 
@@ -69,8 +69,10 @@ GRPC_OPTIONS: list[tuple[str, int]] = [
 MOST_REQUEST_BYTES: dict[WorkerKind, int] = {
     "trainer": MOST_PAYLOAD_BYTES + 64 * 2**20,
     "sampler": 64 * 2**20,
+    "job": 2**20,
 }
-"""The largest request by kind of worker: a payload with its loss, or a prompt with its targets."""
+"""The largest request by kind of worker: a payload with its loss, or a prompt with its targets. A
+job answers only health checks."""
 SERVER_OPTIONS: list[tuple[str, int]] = [
     # Callers without the secret can connect too. These options limit their memory: a window that
     # grows with the bandwidth takes megabytes per connection. A request gets a window of its size

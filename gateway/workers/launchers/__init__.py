@@ -74,4 +74,5 @@ def _agents(settings: GatewaySettings, epoch: Epoch) -> Launchers:
         )
     authority = Authority.read(settings.tls_dir)
     by_address = {each: launcher(each, authority) for each in set(settings.agents.values())}
-    return {kind: by_address[each] for kind, each in settings.agents.items()}
+    trainers, samplers = (by_address[settings.agents[kind]] for kind in ("trainer", "sampler"))
+    return {"trainer": trainers, "sampler": samplers, "job": trainers}

@@ -89,8 +89,8 @@ class Launcher(Protocol):
 
 
 Launchers: TypeAlias = Mapping[WorkerKind, Launcher]
-"""The launcher of each kind of workers. One launcher may start both."""
+"""The launcher of each kind of workers. One launcher may start all."""
 
 
 def for_each_kind(launcher: Launcher) -> Launchers:
-    return {"trainer": launcher, "sampler": launcher}
+    return {"trainer": launcher, "sampler": launcher, "job": launcher}

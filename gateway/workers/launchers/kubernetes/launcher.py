@@ -109,6 +109,11 @@ class KubernetesLauncher:
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
+        if spec.kind == "job":
+            raise WorkerStartFailed(
+                "jobs do not run as pods yet: run them with a gateway on a host, or write a "
+                "TrainJob with `tandem train --render trainjob`"
+            )
         if spec.worker_id in self._reconciler.workers:
             raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
         self._open()
