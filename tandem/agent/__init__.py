@@ -7,6 +7,7 @@
 - `suspender`: moves workers that cannot sleep off their devices.
 - `process_groups`: lists the workers' process groups in a file, for the next agent.
   `process_identity` distinguishes processes of one number. `scratch` removes temporary files.
+- `preflight`: checks whether a job could start here, before it gets devices.
 - `host`: describes cores, memory and accelerators. `environment`: the variables that workers
   inherit.
 - `metrics`: the agent's metrics, and the ports of its workers' metrics.

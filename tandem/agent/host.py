@@ -139,6 +139,13 @@ def driver_version() -> str:
         return _text(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
 
 
+def driver_cuda_version() -> tuple[int, int]:
+    """Return the newest CUDA version of the driver, such as (13, 0), or (0, 0)."""
+    with _nvml() as nvml:
+        number = int(nvml.nvmlSystemGetCudaDriverVersion_v2()) if nvml else 0
+    return number // 1000, number % 1000 // 10
+
+
 @contextmanager
 def _nvml() -> Iterator[Any]:
     """Yield NVIDIA's library, or None without a driver."""

@@ -23,6 +23,7 @@ from tandem.agent.address import agent_address, socket_path
 from tandem.agent.host import this_host
 from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.pool import pool_sizes
+from tandem.agent.preflight import run_preflight
 from tandem.errors import InvalidRequest, TandemError, UnknownSetting, WorkerStartFailed, describe
 from tandem.protocol.certificate import Certificate, read_certificate
 from tandem.protocol.channels import server_credentials
@@ -75,6 +76,19 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         context: Context,
     ) -> agent_pb2.DescribeAgentReply:
         return description()
+
+    async def Preflight(
+        self,
+        request: agent_pb2.PreflightRequest,
+        context: Context,
+    ) -> agent_pb2.PreflightReply:
+        try:
+            checks = await run_preflight(request.needs, timeout=request.timeout_seconds)
+        except TandemError as error:
+            return agent_pb2.PreflightReply(failure=error.to_failure())
+        return agent_pb2.PreflightReply(
+            checks=[agent_pb2.PreflightCheck(**vars(each)) for each in checks]
+        )
 
     async def Start(
         self,

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/agent.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x16\n\x14\x44\x65scribeAgentRequest\"\x97\x02\n\x12\x44\x65scribeAgentReply\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12,\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x16.tandem.v1.Accelerator\x12L\n\x10trainer_backends\x18\x07 \x03(\x0b\x32\x32.tandem.v1.DescribeAgentReply.TrainerBackendsEntry\x1a\x36\n\x14TrainerBackendsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x8b\x02\n\x0b\x41gentWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\x05\x12\x0e\n\x06secret\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\x05\x12\x10\n\x08log_path\x18\t \x01(\t\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x12\n\nmodel_path\x18\x0b \x01(\t\x12\x15\n\rmax_lora_rank\x18\x0c \x01(\x05\x12\x11\n\tauthority\x18\r \x01(\t\x12\x0f\n\x07replica\x18\x0e \x01(\x05\"\"\n\x12StartWorkerRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\"m\n\x10StartWorkerReply\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.tandem.v1.AgentWorkerH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x08\n\x06result\"7\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61t_once\x18\x02 \x01(\x08\"G\n\x0fStopWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"Q\n\x14SuspendWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"J\n\x12SuspendWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x14\n\x12ListWorkersRequest\"q\n\x10ListWorkersReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.AgentWorker\x12(\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x0e\n\x0cWatchRequest\"D\n\nWatchReply\x12\x0f\n\x07running\x18\x01 \x03(\t\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEnded\"A\n\x0bWorkerEnded\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x63rashed\x18\x03 \x01(\x08\x32\xee\x03\n\x05\x41gent\x12J\n\x08\x44\x65scribe\x12\x1f.tandem.v1.DescribeAgentRequest\x1a\x1d.tandem.v1.DescribeAgentReply\x12\x43\n\x05Start\x12\x1d.tandem.v1.StartWorkerRequest\x1a\x1b.tandem.v1.StartWorkerReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12I\n\x07Suspend\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12H\n\x06Resume\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12\x42\n\x04List\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReply\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.WatchReply0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/agent.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\x16\n\x14\x44\x65scribeAgentRequest\"\x97\x02\n\x12\x44\x65scribeAgentReply\x12\x0b\n\x03pid\x18\x01 \x01(\x05\x12\r\n\x05kinds\x18\x02 \x03(\t\x12\x0c\n\x04host\x18\x03 \x01(\t\x12\r\n\x05\x63ores\x18\x04 \x03(\x05\x12\x14\n\x0cmemory_bytes\x18\x05 \x01(\x03\x12,\n\x0c\x61\x63\x63\x65lerators\x18\x06 \x03(\x0b\x32\x16.tandem.v1.Accelerator\x12L\n\x10trainer_backends\x18\x07 \x03(\x0b\x32\x32.tandem.v1.DescribeAgentReply.TrainerBackendsEntry\x1a\x36\n\x14TrainerBackendsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"N\n\x0b\x41\x63\x63\x65lerator\x12\r\n\x05index\x18\x01 \x01(\x05\x12\x0c\n\x04uuid\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x14\n\x0cmemory_bytes\x18\x04 \x01(\x03\"\x8b\x02\n\x0b\x41gentWorker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x05 \x01(\t\x12\x14\n\x0cmetrics_port\x18\x06 \x01(\x05\x12\x0e\n\x06secret\x18\x07 \x01(\t\x12\x0b\n\x03pid\x18\x08 \x01(\x05\x12\x10\n\x08log_path\x18\t \x01(\t\x12\x12\n\nmodel_name\x18\n \x01(\t\x12\x12\n\nmodel_path\x18\x0b \x01(\t\x12\x15\n\rmax_lora_rank\x18\x0c \x01(\x05\x12\x11\n\tauthority\x18\r \x01(\t\x12\x0f\n\x07replica\x18\x0e \x01(\x05\":\n\x10PreflightRequest\x12\r\n\x05needs\x18\x01 \x01(\t\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\"q\n\x0ePreflightReply\x12)\n\x06\x63hecks\x18\x01 \x03(\x0b\x32\x19.tandem.v1.PreflightCheck\x12(\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"K\n\x0ePreflightCheck\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\r\n\x05\x61\x62out\x18\x03 \x01(\t\x12\r\n\x05\x66\x61ult\x18\x04 \x01(\t\"\"\n\x12StartWorkerRequest\x12\x0c\n\x04spec\x18\x01 \x01(\t\"m\n\x10StartWorkerReply\x12(\n\x06worker\x18\x01 \x01(\x0b\x32\x16.tandem.v1.AgentWorkerH\x00\x12%\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x42\x08\n\x06result\"7\n\x11StopWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61t_once\x18\x02 \x01(\x08\"G\n\x0fStopWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"Q\n\x14SuspendWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05lease\x18\x02 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\"J\n\x12SuspendWorkerReply\x12(\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x14\n\x12ListWorkersRequest\"q\n\x10ListWorkersReply\x12\'\n\x07workers\x18\x01 \x03(\x0b\x32\x16.tandem.v1.AgentWorker\x12(\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x12.tandem.v1.FailureH\x00\x88\x01\x01\x42\n\n\x08_failure\"\x0e\n\x0cWatchRequest\"D\n\nWatchReply\x12\x0f\n\x07running\x18\x01 \x03(\t\x12%\n\x05\x65nded\x18\x02 \x03(\x0b\x32\x16.tandem.v1.WorkerEnded\"A\n\x0bWorkerEnded\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07\x63rashed\x18\x03 \x01(\x08\x32\xb3\x04\n\x05\x41gent\x12J\n\x08\x44\x65scribe\x12\x1f.tandem.v1.DescribeAgentRequest\x1a\x1d.tandem.v1.DescribeAgentReply\x12\x43\n\tPreflight\x12\x1b.tandem.v1.PreflightRequest\x1a\x19.tandem.v1.PreflightReply\x12\x43\n\x05Start\x12\x1d.tandem.v1.StartWorkerRequest\x1a\x1b.tandem.v1.StartWorkerReply\x12@\n\x04Stop\x12\x1c.tandem.v1.StopWorkerRequest\x1a\x1a.tandem.v1.StopWorkerReply\x12I\n\x07Suspend\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12H\n\x06Resume\x12\x1f.tandem.v1.SuspendWorkerRequest\x1a\x1d.tandem.v1.SuspendWorkerReply\x12\x42\n\x04List\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1b.tandem.v1.ListWorkersReply\x12\x39\n\x05Watch\x12\x17.tandem.v1.WatchRequest\x1a\x15.tandem.v1.WatchReply0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,28 +44,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ACCELERATOR']._serialized_end=444
   _globals['_AGENTWORKER']._serialized_start=447
   _globals['_AGENTWORKER']._serialized_end=714
-  _globals['_STARTWORKERREQUEST']._serialized_start=716
-  _globals['_STARTWORKERREQUEST']._serialized_end=750
-  _globals['_STARTWORKERREPLY']._serialized_start=752
-  _globals['_STARTWORKERREPLY']._serialized_end=861
-  _globals['_STOPWORKERREQUEST']._serialized_start=863
-  _globals['_STOPWORKERREQUEST']._serialized_end=918
-  _globals['_STOPWORKERREPLY']._serialized_start=920
-  _globals['_STOPWORKERREPLY']._serialized_end=991
-  _globals['_SUSPENDWORKERREQUEST']._serialized_start=993
-  _globals['_SUSPENDWORKERREQUEST']._serialized_end=1074
-  _globals['_SUSPENDWORKERREPLY']._serialized_start=1076
-  _globals['_SUSPENDWORKERREPLY']._serialized_end=1150
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1152
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1172
-  _globals['_LISTWORKERSREPLY']._serialized_start=1174
-  _globals['_LISTWORKERSREPLY']._serialized_end=1287
-  _globals['_WATCHREQUEST']._serialized_start=1289
-  _globals['_WATCHREQUEST']._serialized_end=1303
-  _globals['_WATCHREPLY']._serialized_start=1305
-  _globals['_WATCHREPLY']._serialized_end=1373
-  _globals['_WORKERENDED']._serialized_start=1375
-  _globals['_WORKERENDED']._serialized_end=1440
-  _globals['_AGENT']._serialized_start=1443
-  _globals['_AGENT']._serialized_end=1937
+  _globals['_PREFLIGHTREQUEST']._serialized_start=716
+  _globals['_PREFLIGHTREQUEST']._serialized_end=774
+  _globals['_PREFLIGHTREPLY']._serialized_start=776
+  _globals['_PREFLIGHTREPLY']._serialized_end=889
+  _globals['_PREFLIGHTCHECK']._serialized_start=891
+  _globals['_PREFLIGHTCHECK']._serialized_end=966
+  _globals['_STARTWORKERREQUEST']._serialized_start=968
+  _globals['_STARTWORKERREQUEST']._serialized_end=1002
+  _globals['_STARTWORKERREPLY']._serialized_start=1004
+  _globals['_STARTWORKERREPLY']._serialized_end=1113
+  _globals['_STOPWORKERREQUEST']._serialized_start=1115
+  _globals['_STOPWORKERREQUEST']._serialized_end=1170
+  _globals['_STOPWORKERREPLY']._serialized_start=1172
+  _globals['_STOPWORKERREPLY']._serialized_end=1243
+  _globals['_SUSPENDWORKERREQUEST']._serialized_start=1245
+  _globals['_SUSPENDWORKERREQUEST']._serialized_end=1326
+  _globals['_SUSPENDWORKERREPLY']._serialized_start=1328
+  _globals['_SUSPENDWORKERREPLY']._serialized_end=1402
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1404
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1424
+  _globals['_LISTWORKERSREPLY']._serialized_start=1426
+  _globals['_LISTWORKERSREPLY']._serialized_end=1539
+  _globals['_WATCHREQUEST']._serialized_start=1541
+  _globals['_WATCHREQUEST']._serialized_end=1555
+  _globals['_WATCHREPLY']._serialized_start=1557
+  _globals['_WATCHREPLY']._serialized_end=1625
+  _globals['_WORKERENDED']._serialized_start=1627
+  _globals['_WORKERENDED']._serialized_end=1692
+  _globals['_AGENT']._serialized_start=1695
+  _globals['_AGENT']._serialized_end=2258
 # @@protoc_insertion_point(module_scope)

@@ -179,6 +179,77 @@ class AgentWorker(google.protobuf.message.Message):
 Global___AgentWorker: typing_extensions.TypeAlias = AgentWorker
 
 @typing.final
+class PreflightRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NEEDS_FIELD_NUMBER: builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: builtins.int
+    needs: builtins.str
+    """`JobNeeds` of tandem/agent/preflight.py, as JSON."""
+    timeout_seconds: builtins.float
+    """The time limit."""
+    def __init__(
+        self,
+        *,
+        needs: builtins.str = ...,
+        timeout_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["needs", b"needs", "timeout_seconds", b"timeout_seconds"]) -> None: ...
+
+Global___PreflightRequest: typing_extensions.TypeAlias = PreflightRequest
+
+@typing.final
+class PreflightReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CHECKS_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    @property
+    def checks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PreflightCheck]:
+        """All checks, good and bad ones."""
+
+    @property
+    def failure(self) -> tandem.v1.common_pb2.Failure:
+        """Why nothing could be checked."""
+
+    def __init__(
+        self,
+        *,
+        checks: collections.abc.Iterable[Global___PreflightCheck] | None = ...,
+        failure: tandem.v1.common_pb2.Failure | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_failure", b"_failure", "failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_failure", b"_failure", "checks", b"checks", "failure", b"failure"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_failure", b"_failure"]) -> typing.Literal["failure"] | None: ...
+
+Global___PreflightReply: typing_extensions.TypeAlias = PreflightReply
+
+@typing.final
+class PreflightCheck(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    ABOUT_FIELD_NUMBER: builtins.int
+    FAULT_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    value: builtins.str
+    about: builtins.str
+    fault: builtins.str
+    """The type of the fault, such as "package_missing", or ""."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        value: builtins.str = ...,
+        about: builtins.str = ...,
+        fault: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["about", b"about", "fault", b"fault", "name", b"name", "value", b"value"]) -> None: ...
+
+Global___PreflightCheck: typing_extensions.TypeAlias = PreflightCheck
+
+@typing.final
 class StartWorkerRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -41,6 +41,11 @@ class AgentStub(object):
                 request_serializer=tandem_dot_v1_dot_agent__pb2.DescribeAgentRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_agent__pb2.DescribeAgentReply.FromString,
                 _registered_method=True)
+        self.Preflight = channel.unary_unary(
+                '/tandem.v1.Agent/Preflight',
+                request_serializer=tandem_dot_v1_dot_agent__pb2.PreflightRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_agent__pb2.PreflightReply.FromString,
+                _registered_method=True)
         self.Start = channel.unary_unary(
                 '/tandem.v1.Agent/Start',
                 request_serializer=tandem_dot_v1_dot_agent__pb2.StartWorkerRequest.SerializeToString,
@@ -80,6 +85,13 @@ class AgentServicer(object):
 
     def Describe(self, request, context):
         """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Preflight(self, request, context):
+        """Checks whether a job could start on this host. It uses no device.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -137,6 +149,11 @@ def add_AgentServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=tandem_dot_v1_dot_agent__pb2.DescribeAgentRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_agent__pb2.DescribeAgentReply.SerializeToString,
+            ),
+            'Preflight': grpc.unary_unary_rpc_method_handler(
+                    servicer.Preflight,
+                    request_deserializer=tandem_dot_v1_dot_agent__pb2.PreflightRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_agent__pb2.PreflightReply.SerializeToString,
             ),
             'Start': grpc.unary_unary_rpc_method_handler(
                     servicer.Start,
@@ -198,6 +215,33 @@ class Agent(object):
             '/tandem.v1.Agent/Describe',
             tandem_dot_v1_dot_agent__pb2.DescribeAgentRequest.SerializeToString,
             tandem_dot_v1_dot_agent__pb2.DescribeAgentReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Preflight(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Agent/Preflight',
+            tandem_dot_v1_dot_agent__pb2.PreflightRequest.SerializeToString,
+            tandem_dot_v1_dot_agent__pb2.PreflightReply.FromString,
             options,
             channel_credentials,
             insecure,

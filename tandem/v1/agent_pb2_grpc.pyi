@@ -41,6 +41,22 @@ _AgentDescribeType = typing_extensions.TypeVar(
     ],
 )
 
+_AgentPreflightType = typing_extensions.TypeVar(
+    '_AgentPreflightType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.PreflightRequest,
+        tandem.v1.agent_pb2.PreflightReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.PreflightRequest,
+        tandem.v1.agent_pb2.PreflightReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.PreflightRequest,
+        tandem.v1.agent_pb2.PreflightReply,
+    ],
+)
+
 _AgentStartType = typing_extensions.TypeVar(
     '_AgentStartType',
     grpc.UnaryUnaryMultiCallable[
@@ -137,7 +153,7 @@ _AgentWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
+class AgentStub(typing.Generic[_AgentDescribeType, _AgentPreflightType, _AgentStartType, _AgentStopType, _AgentSuspendType, _AgentResumeType, _AgentListType, _AgentWatchType]):
     """Only the agent's user can open its socket, and there is no other check of the caller. On a port
     for other hosts, it requires the gateway's certificate.
     """
@@ -147,6 +163,10 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentStopTy
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.DescribeAgentRequest,
             tandem.v1.agent_pb2.DescribeAgentReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.PreflightRequest,
+            tandem.v1.agent_pb2.PreflightReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StartWorkerRequest,
@@ -181,6 +201,10 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentStopTy
             tandem.v1.agent_pb2.DescribeAgentReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.agent_pb2.PreflightRequest,
+            tandem.v1.agent_pb2.PreflightReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.agent_pb2.StartWorkerRequest,
             tandem.v1.agent_pb2.StartWorkerReply,
         ],
@@ -207,6 +231,9 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentStartType, _AgentStopTy
     ], channel: grpc.aio.Channel) -> None: ...
 
     Describe: _AgentDescribeType
+
+    Preflight: _AgentPreflightType
+    """Checks whether a job could start on this host. It uses no device."""
 
     Start: _AgentStartType
     """Answers when the worker has bound its ports. A call that is cancelled, or whose caller
@@ -238,6 +265,10 @@ AgentAsyncStub: typing_extensions.TypeAlias = AgentStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.DescribeAgentRequest,
         tandem.v1.agent_pb2.DescribeAgentReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.agent_pb2.PreflightRequest,
+        tandem.v1.agent_pb2.PreflightReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.agent_pb2.StartWorkerRequest,
@@ -276,6 +307,14 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.DescribeAgentRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.DescribeAgentReply, collections.abc.Awaitable[tandem.v1.agent_pb2.DescribeAgentReply]]: ...
+
+    @abc.abstractmethod
+    def Preflight(
+        self,
+        request: tandem.v1.agent_pb2.PreflightRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.agent_pb2.PreflightReply, collections.abc.Awaitable[tandem.v1.agent_pb2.PreflightReply]]:
+        """Checks whether a job could start on this host. It uses no device."""
 
     @abc.abstractmethod
     def Start(

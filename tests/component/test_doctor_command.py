@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import orjson
 import pytest
@@ -50,3 +51,29 @@ def test_an_invalid_setting_is_named_although_the_data_directory_is(run, tmp_pat
     done = run("--data-dir", str(tmp_path))
     assert isinstance(done.exception, ValidationError)
     assert settings_fault(done.exception).startswith("TANDEM_PORT is 'abc'")
+
+
+def test_the_needs_of_a_job_are_checked_by_the_same_command(run, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    needs = {"framework": "none", "python": sys.executable, "folder": str(tmp_path)}
+    file = tmp_path / "needs.json"
+
+    def check(**more: object):
+        file.write_text(json.dumps(needs | {"model": str(tmp_path)} | more))
+        return run("--worker", "--job", str(file), "--json")
+
+    done = check()
+    assert (done.exit_code, orjson.loads(done.stdout)["code"]) == (0, 0)
+    done = check(model="/nowhere")
+    assert (done.exit_code, orjson.loads(done.stdout)["code"]) == (30, 30)
+    (fault,) = [each for each in orjson.loads(done.stdout)["checks"] if each["fault"]]
+    assert (fault["name"], fault["fault"], fault["level"]) == (
+        "model",
+        "model_unreadable",
+        "problem",
+    )
+    assert check(python="/nowhere/python").exit_code == 10
+    refused = check(folder=1).exception
+    assert str(refused).endswith("has no needs of a job: folder: Input should be a valid string")
+    assert "name their file with --job" in str(run("--worker").exception)

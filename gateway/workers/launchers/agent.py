@@ -20,6 +20,7 @@ from gateway.workers.needs import with_needs
 from tandem.agent.address import agent_address, socket_path
 from tandem.agent.host import Accelerator, Host
 from tandem.agent.metrics import local_metrics_address, metrics_address_of
+from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
@@ -30,7 +31,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 
 Answer = TypeVar("Answer", bound=Message)
-Data = TypeVar("Data", Accelerator, WorkerHandle)
+Data = TypeVar("Data", Accelerator, PreflightCheck, WorkerHandle)
 
 _ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0
@@ -106,6 +107,11 @@ class AgentLauncher:
     @cached_property
     def _stub(self) -> agent_pb2_grpc.AgentAsyncStub:
         return agent_pb2_grpc.AgentStub(self._channel)
+
+    async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
+        request = agent_pb2.PreflightRequest(needs=needs.model_dump_json(), timeout_seconds=timeout)
+        reply = await self._ask(self._stub.Preflight, request, start_timeout=timeout)
+        return tuple(_as(PreflightCheck, each) for each in reply.checks)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self.authority is not None:

@@ -8,6 +8,7 @@ from typing import Protocol, TypeAlias
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
+from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.protocol.worker import WorkerExit, WorkerHandle, WorkerKind, WorkerSpec
 
 
@@ -35,6 +36,13 @@ class Launcher(Protocol):
     def prepare(self, request: WorkerRequest, needs: Callable[[], Needs], /) -> WorkerRequest:
         """Return the request with the bytes of its worker, as `Prepare`. Raises `InvalidRequest` if
         the launcher cannot start a worker of unknown needs."""
+        ...
+
+    async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
+        """Return the checks of a job's start where it would start, without its devices.
+
+        A check that takes longer than `timeout` seconds is a fault. Raises `WorkerStartFailed` or
+        `WorkerMayRun` if nobody answers."""
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:

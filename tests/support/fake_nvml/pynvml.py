@@ -66,3 +66,7 @@ def nvmlDeviceGetMigMode(handle: int) -> list[int]:
 
 def nvmlSystemGetDriverVersion() -> str:
     return "580.95.05"
+
+
+def nvmlSystemGetCudaDriverVersion_v2() -> int:
+    return 13_000

@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from gateway.workers.needs import Prepare, with_needs
 from tandem.agent.host import Host
+from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.errors import SuspendFailed, WorkerCrashed, WorkerStartFailed
 from tandem.protocol.epoch import EpochInterceptor
 from tandem.protocol.worker import (
@@ -75,6 +76,8 @@ class FakeLauncher:
         self.suspended: list[tuple[str, str, int]] = []
         self.suspend_error = ""
         self.servicers: dict[str, FakeTrainer | FakeSampler] = {}
+        self.preflights: list[JobNeeds] = []
+        self.checks: tuple[PreflightCheck, ...] = ()
         self.start_error: dict[str, str] = {}
         self.crashes = 0  # the number of next starts that crash
         self.start_gate = asyncio.Event()
@@ -94,6 +97,10 @@ class FakeLauncher:
     def serving(self) -> list[str]:
         """The ids of the workers that have not ended."""
         return [*self._servers]
+
+    async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
+        self.preflights.append(needs)
+        return self.checks
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         self.specs.append(spec)

@@ -27,6 +27,7 @@ from gateway.workers.launchers.kubernetes.worker import Deadlines, PodWorker
 from gateway.workers.needs import Needs
 from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Host
+from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.errors import (
     InvalidRequest,
     SuspendFailed,
@@ -105,6 +106,11 @@ class KubernetesLauncher:
 
     def prepare(self, request: WorkerRequest, needs: Callable[[], Needs], /) -> WorkerRequest:
         return pod_request(request, needs, self._maker.settings.claim_pools)
+
+    async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
+        """Return no checks: pods of jobs are not made yet. The checks will run in an init container
+        of a pod without the claim (`tandem.agent.preflight`)."""
+        return ()
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:
