@@ -257,6 +257,24 @@ class InvalidRequest(UserError):
     """A field is missing, of the wrong type or out of its range."""
 
 
+class InvalidField(InvalidRequest):
+    """A setting is missing, unknown, of the wrong type or out of its range.
+
+    `field` is its dotted path. Example: `field="learning_rate"`."""
+
+    def __init__(self, message: str, *, field: str = "") -> None:
+        super().__init__(message)
+        self.field = field
+
+    @property
+    def details(self) -> Mapping[str, object]:
+        return {"field": self.field}
+
+
+class FrameworkMissing(InvalidRequest):
+    """The job's framework is not installed where the job would run."""
+
+
 class MalformedPayload(InvalidRequest):
     """The body does not match its content type."""
 

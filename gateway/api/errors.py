@@ -30,7 +30,7 @@ Dialect = Callable[[TandemError], Response]
 _AUTH = "/api/v1/auth/"
 
 
-class InvalidField(InvalidRequest):
+class InvalidParameter(InvalidRequest):
     """The field `param` of a request is wrong or not offered."""
 
     type = InvalidRequest.type
@@ -89,7 +89,7 @@ class ErrorResponses:
         refused = first.get("ctx", {}).get("error")
         if not isinstance(refused, TandemError):
             param = str(where[0]) if where else ""
-            refused = InvalidField(fault(where, first["msg"]), param=param)
+            refused = InvalidParameter(fault(where, first["msg"]), param=param)
         return self.response(refused, path=request.url.path)
 
     async def _http_error(self, request: Request, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from gateway.workers.groups import EVERYTHING, WorkerGroup
 from gateway.workers.overview import Budgets
 from gateway.workers.requests import Kind
 from tandem.agent.host import Accelerator, Host, accelerator_named
-from tandem.backends.registry import known_backends
+from tandem.backends.registry import backends_of_runs
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device, parse_device
 from tandem.settings.cluster import ClaimPoolSettings
@@ -53,11 +53,14 @@ def groups_of(
         said += [
             str(each["backend"]) for each in settings.model_defaults.values() if "backend" in each
         ]
-        backends = known_backends() | dict.fromkeys(said, "")
+        backends = dict.fromkeys(said, "") | backends_of_runs()
     names = launchers or {}
     by_kind = {kind: names[role] for role in _KINDS if role in names for kind in _KINDS[role]}
-    groups = _groups_of(settings, host)
-    return tuple(replace(group, backends=backends, launchers=by_kind) for group in groups)
+    frameworks = {each.name: each for each in host.frameworks}
+    return tuple(
+        replace(group, backends=backends, frameworks=frameworks, launchers=by_kind)
+        for group in _groups_of(settings, host)
+    )
 
 
 def budgets_of(settings: GatewaySettings, host: Host) -> Budgets:

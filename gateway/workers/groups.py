@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.workers.requests import Kind, WorkerRequest
+from tandem.backends.frameworks import Framework
 
 CONTEXT_BYTES = 2**30
 """Device memory that a process keeps while it sleeps: its context and its libraries."""
@@ -31,7 +32,7 @@ class WorkerGroup:
     names the launcher of each kind of workers. A `drained` group takes no more workers.
 
     `backends` are the trainer backends of its host, each with the reason against its use, or "".
-    It is empty if nobody knows them."""
+    It is empty if nobody knows them. `frameworks` are those of its host, by name."""
 
     name: str
     kinds: frozenset[Kind]
@@ -48,6 +49,7 @@ class WorkerGroup:
     launchers: Mapping[Kind, str] = field(default_factory=dict, compare=False)
     drained: bool = False
     backends: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    frameworks: Mapping[str, Framework] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def leased(self) -> bool:

@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, Va
 
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import Kind
+from tandem.backends.registry import REFUSED
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
@@ -329,14 +330,16 @@ def _check_groups(
 ) -> list[WorkerGroup]:
     """Return the allowed groups of the trainer. `name_of` is the user's name of an option.
 
-    Raises `InvalidRequest` for a trainer backend that is absent or was registered twice, and if no
+    Raises `InvalidRequest` for a trainer backend that is absent or unusable, and if no
     allowed group has enough devices."""
     trainers = _allowed_groups(groups, "trainer", options.group, name_of("group"))
+    if reason := REFUSED.get(options.backend):
+        raise InvalidRequest(f"{name_of('backend')}: {reason}")
     known = {each: why for group in trainers for each, why in group.backends.items()}
     if known and options.backend not in known:
         raise InvalidRequest(
             f"{name_of('backend')} is {options.backend[:64]!r}, which is no trainer backend; "
-            f"known: {', '.join(known)}"
+            f"known: {', '.join(each for each, why in known.items() if not why)}"
         )
     if reason := known.get(options.backend):
         raise InvalidRequest(f"{name_of('backend')}: {reason}")

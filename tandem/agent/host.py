@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from tandem.backends.registry import known_backends
+from tandem.backends.frameworks import Framework, installed_frameworks
+from tandem.backends.registry import backends_of_runs, described_frameworks
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import NO_MIG
 
@@ -39,13 +40,14 @@ class Host:
     """A host and its limits.
 
     `cores` are the numbers of this process's cores. `memory_bytes` respects a container's limit.
-    `backends` are the `known_backends` of trainers."""
+    `backends` are the `backends_of_runs` of trainers, and `frameworks` those that are installed."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
     memory_bytes: int = 0
     accelerators: tuple[Accelerator, ...] = ()
     backends: Mapping[str, str] = field(default_factory=dict)
+    frameworks: tuple[Framework, ...] = ()
 
 
 def this_host() -> Host:
@@ -54,7 +56,8 @@ def this_host() -> Host:
         cores=_cores(),
         memory_bytes=_memory_bytes(),
         accelerators=accelerators(),
-        backends=known_backends(),
+        backends=backends_of_runs(),
+        frameworks=installed_frameworks(described_frameworks()),
     )
 
 

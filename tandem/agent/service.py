@@ -174,6 +174,7 @@ def description() -> agent_pb2.DescribeAgentReply:
         memory_bytes=host.memory_bytes,
         accelerators=[agent_pb2.Accelerator(**vars(each)) for each in host.accelerators],
         trainer_backends=host.backends,
+        frameworks=[agent_pb2.Framework(**vars(each)) for each in host.frameworks],
     )
 
 

@@ -56,6 +56,7 @@ class DescribeAgentReply(google.protobuf.message.Message):
     MEMORY_BYTES_FIELD_NUMBER: builtins.int
     ACCELERATORS_FIELD_NUMBER: builtins.int
     TRAINER_BACKENDS_FIELD_NUMBER: builtins.int
+    FRAMEWORKS_FIELD_NUMBER: builtins.int
     pid: builtins.int
     host: builtins.str
     """The name of its host."""
@@ -75,6 +76,10 @@ class DescribeAgentReply(google.protobuf.message.Message):
     def trainer_backends(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """The names of the trainer backends that are installed, and why one cannot be used, or ""."""
 
+    @property
+    def frameworks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Framework]:
+        """The frameworks of trainer backends that are installed."""
+
     def __init__(
         self,
         *,
@@ -85,10 +90,34 @@ class DescribeAgentReply(google.protobuf.message.Message):
         memory_bytes: builtins.int = ...,
         accelerators: collections.abc.Iterable[Global___Accelerator] | None = ...,
         trainer_backends: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
+        frameworks: collections.abc.Iterable[Global___Framework] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid", "trainer_backends", b"trainer_backends"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "frameworks", b"frameworks", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid", "trainer_backends", b"trainer_backends"]) -> None: ...
 
 Global___DescribeAgentReply: typing_extensions.TypeAlias = DescribeAgentReply
+
+@typing.final
+class Framework(google.protobuf.message.Message):
+    """A framework, such as "trl". Python is the interpreter of its environment."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    PYTHON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    version: builtins.str
+    python: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        version: builtins.str = ...,
+        python: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "python", b"python", "version", b"version"]) -> None: ...
+
+Global___Framework: typing_extensions.TypeAlias = Framework
 
 @typing.final
 class Accelerator(google.protobuf.message.Message):

@@ -4,9 +4,8 @@
 micro-batches. The built-in backend is `fsdp2.py`, with `token_logprobs.py`, `sharding.py`,
 `copies.py`, `exporting.py` and `planning.py`.
 
-To add a backend, write `backends/NAME.py` with a subclass of `TrainerBackend` and `BACKEND =
-ThatClass`. A run chooses it by `tandem.backend = NAME` in its `user_metadata`. An external package
-names its class in the entry-point group `tandem.trainer_backends`."""
+To add a backend, write a subclass of `TrainerBackend` and describe it (`tandem/backends`). A run
+chooses it by `tandem.backend = NAME` in its `user_metadata`."""
 
 from trainer_service.backends.base import Capability, TrainerBackend, World, backend_named
 

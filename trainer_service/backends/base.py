@@ -5,16 +5,16 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from tandem.backends.memory import MemoryPlan
-from tandem.backends.registry import known_backends, registered
-from tandem.errors import UnsupportedByBackend, WorkerStartFailed
+from tandem.backends.registry import REFUSED, backends_of_runs, descriptions
+from tandem.errors import UnsupportedByBackend, WorkerStartFailed, describe
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from trainer_service.backends.loop import Done, Objective, ShareResult, compute_share
@@ -116,8 +116,8 @@ class TrainerBackend(ABC):
     N ranks must compute what one computes. Equal operations give equal bits. A rank without datums
     still takes part in its collectives.
 
-    **Registration.** `BACKEND = ThatClass` in a module of this folder, or an entry point of the
-    group `tandem.trainer_backends` (example: `tests/support/plain_backend`). A run names its
+    **Registration.** A torch-free description with the import path of the class
+    (`tandem/backends/description.py`; example: `tests/support/plain_backend`). A run names its
     backend in `tandem.backend` of its `user_metadata`. The default is `TANDEM_TRAINER_BACKEND`."""
 
     capabilities: frozenset[Capability] = frozenset()
@@ -291,15 +291,20 @@ def add_gradients(held: Gradients, more: Gradients) -> Gradients:
 
 
 def backend_named(name: str) -> type[TrainerBackend]:
-    """Raises `WorkerStartFailed` for an unknown name, or one that several packages register."""
-    known = known_backends()
+    """Import a step backend's class. Raises `WorkerStartFailed` for an unknown or unusable name."""
+    if name in REFUSED:
+        raise WorkerStartFailed(REFUSED[name])
+    known = backends_of_runs()
     if name not in known:
-        raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {', '.join(known)}")
-    if known[name]:
+        usable = [each for each, reason in known.items() if not reason]
+        raise WorkerStartFailed(f"unknown trainer backend {name!r}; known: {', '.join(usable)}")
+    described = descriptions()[name]
+    if known[name] or isinstance(described, str):
         raise WorkerStartFailed(known[name])
-    found: type[TrainerBackend]
-    if points := registered(name):
-        found = points[0].load()
-    else:
-        found = import_module(f"trainer_service.backends.{name}").BACKEND
+    try:
+        found: type[TrainerBackend] = resolve_name(described.implementation)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise WorkerStartFailed(
+            f"the trainer backend {name!r} has no {described.implementation}: {describe(error)}"
+        ) from error
     return found

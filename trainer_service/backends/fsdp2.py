@@ -448,6 +448,3 @@ class Fsdp2Backend(TrainerBackend):
 
 def _sum_over_one_rank(value: Tensor) -> None:
     """No sum: every rank has the whole value."""
-
-
-BACKEND = Fsdp2Backend

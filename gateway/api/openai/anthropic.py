@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import Response
 
 from gateway.api.bounds import BoundFields
-from gateway.api.errors import InvalidField, json_response
+from gateway.api.errors import InvalidParameter, json_response
 from gateway.api.fields import Answer
 from gateway.api.openai.routes import status_of
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
@@ -87,10 +87,10 @@ class MessagesRequest(BoundFields):
     chat_template_kwargs: Json | None = None
 
     def to_chat(self) -> ChatCompletionRequest:
-        """Return OpenAI's form. Raises `InvalidField` or `UnsupportedInput`."""
+        """Return OpenAI's form. Raises `InvalidParameter` or `UnsupportedInput`."""
         if unknown := (self.model_extra or {}).keys() - _HARMLESS:
             name = min(unknown)[:100]
-            raise InvalidField(f"unknown field {name!r}; leave it out", param=name)
+            raise InvalidParameter(f"unknown field {name!r}; leave it out", param=name)
         messages: list[Json] = []
         if self.system:
             messages.append({"role": "system", "content": _text(self.system, "system")})
@@ -163,7 +163,7 @@ def _tool_choice(choice: Mapping[str, object] | None) -> tuple[str | Json | None
             return "required", parallel
         case "tool":
             return {"type": "function", "function": {"name": choice.get("name")}}, parallel
-    raise InvalidField("tool_choice.type can be auto, any, tool or none", param="tool_choice")
+    raise InvalidParameter("tool_choice.type can be auto, any, tool or none", param="tool_choice")
 
 
 def _messages(message: AnthropicMessage, at: str) -> list[Json]:
@@ -207,7 +207,7 @@ def _text(content: object, at: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise InvalidField(f"{at} has a content that is neither a text nor blocks", param=at)
+        raise InvalidParameter(f"{at} has a content that is neither a text nor blocks", param=at)
     texts = []
     for block in content:
         kind = block.get("type") if isinstance(block, dict) else None

@@ -27,7 +27,7 @@ import orjson
 from jinja2 import nodes
 from jinja2.parser import Parser
 
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.openai.schemas import ChatCompletionRequest, Json
 from tandem.errors import InvalidRequest, UnsupportedInput, describe
 from tandem.weights.model_config import read_json
@@ -103,7 +103,7 @@ class ChatTemplate:
     def _render(self, request: ChatCompletionRequest, messages: list[Json]) -> str:
         given = request.chat_template_kwargs or {}
         if own := _OWN_FIELDS & given.keys():
-            raise InvalidField(
+            raise InvalidParameter(
                 f"chat_template_kwargs.{min(own)} is not allowed; use the field {min(own)} of the "
                 "request if there is one, or leave it out",
                 param="chat_template_kwargs",
@@ -214,8 +214,8 @@ def _tool_call(call: object, *, at: int) -> Json:
     return {**present, "function": {**function, "arguments": arguments}}
 
 
-def _wrong_message(at: int, what: str) -> InvalidField:
-    return InvalidField(f"messages.{at} {what}", param="messages")
+def _wrong_message(at: int, what: str) -> InvalidParameter:
+    return InvalidParameter(f"messages.{at} {what}", param="messages")
 
 
 def _cut_at_mark(text: str) -> str:

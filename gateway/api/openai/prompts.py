@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.openai.parsing import forced_form
 from gateway.api.openai.schemas import (
     MAX_PROMPTS,
@@ -50,7 +50,7 @@ def prompts_of(
         single = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
         given = cast(Sequence[str | Sequence[int]], [prompt] if single else prompt)
         if not 0 < len(given) <= MAX_PROMPTS:
-            raise InvalidField(
+            raise InvalidParameter(
                 f"prompt holds {len(given)} prompts; 1 to {MAX_PROMPTS} are possible",
                 param="prompt",
             )
@@ -78,10 +78,10 @@ def sampling_params(
     request: InferenceRequest, tokenizer: ModelTokenizer
 ) -> sampler_pb2.SamplingParams:
     """Return the engine's parameters, with the model's end tokens as stop tokens. Raises
-    `InvalidField` for wrong stop strings."""
+    `InvalidParameter` for wrong stop strings."""
     strings = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(strings) > _MAX_STOPS or any(not 0 < len(s) <= _MAX_STOP_CHARACTERS for s in strings):
-        raise InvalidField(
+        raise InvalidParameter(
             f"stop takes up to {_MAX_STOPS} strings of 1 to {_MAX_STOP_CHARACTERS} characters",
             param="stop",
         )
@@ -110,7 +110,7 @@ def make_sample_request(
     parse: sampler_pb2.MessageParsing | None = None,
 ) -> sampler_pb2.SampleRequest:
     """Return the engine's request for one prompt, without its sampling session. Raises
-    `InvalidField`, `EmptyBatch` or `TokenOutOfVocabulary`."""
+    `InvalidParameter`, `EmptyBatch` or `TokenOutOfVocabulary`."""
     top = request.alternatives or 0
     scores_prompt = bool(request.echo) and request.alternatives is not None
     return sampler_pb2.SampleRequest(
@@ -140,7 +140,7 @@ def _int32(tokens: Sequence[int]) -> bytes:
 
 def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput | None:
     """Return the required form of samples, from OpenAI's `response_format` or vLLM's fields, None
-    for free text. The sampler checks the form. Raises `InvalidField`."""
+    for free text. The sampler checks the form. Raises `InvalidParameter`."""
     asked: list[tuple[str, str, object]] = []
     match request.response_format:
         case SchemaFormat(json_schema=described):
@@ -158,7 +158,7 @@ def structured_output(request: InferenceRequest) -> sampler_pb2.StructuredOutput
             asked.append((f"structured_outputs.{kind}", kind, value))
     if len(asked) > 1:
         names = " and ".join(param for param, _kind, _value in asked)
-        raise InvalidField(f"a sample can have one form; given: {names}", param=asked[1][0])
+        raise InvalidParameter(f"a sample can have one form; given: {names}", param=asked[1][0])
     return _structure(*asked[0][1:]) if asked else None
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from gateway.api.bounds import BoundFields
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.fields import Answer, VersionRunInfo
 from gateway.api.request_body import FirstFault, Ints, Texts
 
@@ -116,14 +116,14 @@ class SamplingFields(BoundFields):
                 continue
             if name not in _UNSUPPORTED_FIELDS:
                 known = ", ".join(sorted(type(self).model_fields))
-                raise InvalidField(
+                raise InvalidParameter(
                     f"unknown field {name[:100]!r}; known: {known}", param=name[:100]
                 )
             off, instead = _UNSUPPORTED_FIELDS[name]
             if (isinstance(value, bool), value) not in [(isinstance(o, bool), o) for o in off]:
-                raise InvalidField(f"{name} would change the result: {instead}", param=name)
+                raise InvalidParameter(f"{name} would change the result: {instead}", param=name)
         if self.stream_options is not None and not self.stream:
-            raise InvalidField("stream_options needs stream to be true", param="stream_options")
+            raise InvalidParameter("stream_options needs stream to be true", param="stream_options")
         return self
 
 
@@ -143,18 +143,18 @@ class CompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         if self.best_of not in (None, 1, self.n or 1):
-            raise InvalidField(
+            raise InvalidParameter(
                 "best_of is not offered; ask for n choices with logprobs and choose yourself",
                 param="best_of",
             )
         if self.max_tokens is None:
             self.max_tokens = DEFAULT_MAX_TOKENS
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidField(
+            raise InvalidParameter(
                 "max_tokens is 0; at least 1 is needed without echo", param="max_tokens"
             )
         if self.stream and self.echo and self.logprobs is not None:
-            raise InvalidField(
+            raise InvalidParameter(
                 "the logprobs of a prompt are known only at the end; ask for echo with logprobs "
                 "without stream",
                 param="stream",
@@ -191,13 +191,13 @@ class ChatCompletionRequest(SamplingFields):
     @model_validator(mode="after")
     def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
-            raise InvalidField("top_logprobs needs logprobs to be true", param="top_logprobs")
+            raise InvalidParameter("top_logprobs needs logprobs to be true", param="top_logprobs")
         if self.max_tokens == 0:
-            raise InvalidField("max_tokens is 0; at least 1 is needed", param="max_tokens")
+            raise InvalidParameter("max_tokens is 0; at least 1 is needed", param="max_tokens")
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         if self.add_generation_prompt and self.continue_final_message:
-            raise InvalidField(
+            raise InvalidParameter(
                 "a response either continues the last message or begins a new one: with "
                 "continue_final_message, set add_generation_prompt to false",
                 param="continue_final_message",
@@ -209,13 +209,13 @@ class ChatCompletionRequest(SamplingFields):
         functions = [tool.get("function") for tool in self.tools or ()]
         names = [each.get("name") if isinstance(each, dict) else None for each in functions]
         if not all(isinstance(name, str) and name for name in names):
-            raise InvalidField("each of the tools needs a function with a name", param="tools")
+            raise InvalidParameter("each of the tools needs a function with a name", param="tools")
         choice = self.tool_choice
         if choice in (None, "none", "auto") or (choice == "required" and names):
             return
         function = choice.get("function") if isinstance(choice, dict) else None
         if not isinstance(function, dict) or function.get("name") not in names:
-            raise InvalidField(
+            raise InvalidParameter(
                 "tool_choice can be none, auto, required, or an object with the type function and "
                 "the name of one of the tools; required needs tools",
                 param="tool_choice",

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 from gateway.api.bounds import check_may_bound, version_check
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.openai.models import ModelDirectory, SamplingTarget
 from gateway.api.openai.parsing import message_parsing
 from gateway.api.openai.prompts import make_sample_request, prompts_of, sampling_params
@@ -79,7 +79,7 @@ class InferenceService:
         `recording` continues the tokens of a trace. Raises a `TandemError`."""
         gateway = self._gateway
         if request.in_flight and not is_run_id(request.model):
-            raise InvalidField(
+            raise InvalidParameter(
                 "in_flight needs a run's id as the model, because other weights never change; "
                 "leave it out",
                 param="in_flight",
@@ -96,7 +96,7 @@ class InferenceService:
                 )
             choices = len(sample_requests) * (request.n or 1)
             if choices > MAX_CHOICES:
-                raise InvalidField(
+                raise InvalidParameter(
                     f"{len(sample_requests)} prompts with {request.n or 1} choices each are "
                     f"{choices}; {MAX_CHOICES} at most",
                     param="n",

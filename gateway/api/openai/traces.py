@@ -16,7 +16,7 @@ from starlette.types import Scope
 
 from gateway.api.bounds import BoundFields
 from gateway.api.dependencies import Access, AccessDep
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.fields import Answer, PathText
 from gateway.api.openai.anthropic import (
     AnthropicAnswer,
@@ -252,11 +252,11 @@ async def trace_messages(
 async def start_recording(
     body: ChatCompletionRequest, access: Access, trace: Trace
 ) -> TurnRecording:
-    """Let a request ask for the trace's model. Raises `TraceEnded` and `InvalidField`."""
+    """Let a request ask for the trace's model. Raises `TraceEnded` and `InvalidParameter`."""
     recorder = access.gateway.recorder
     recorder.check_open(trace)
     if body.continue_final_message or not body.add_generation_prompt:
-        raise InvalidField(
+        raise InvalidParameter(
             "a trace records whole answers: leave out continue_final_message and "
             "add_generation_prompt",
             param="continue_final_message",

@@ -21,6 +21,7 @@ from tandem.agent.address import agent_address, socket_path
 from tandem.agent.host import Accelerator, Host
 from tandem.agent.metrics import local_metrics_address, metrics_address_of
 from tandem.agent.preflight import JobNeeds, PreflightCheck
+from tandem.backends.frameworks import Framework
 from tandem.errors import WorkerMayRun, WorkerStartFailed, from_failure
 from tandem.protocol.authority import Authority
 from tandem.protocol.certificate import AGENT_NAME, GATEWAY_NAME
@@ -31,7 +32,7 @@ from tandem.telemetry import get_log
 from tandem.v1 import agent_pb2, agent_pb2_grpc
 
 Answer = TypeVar("Answer", bound=Message)
-Data = TypeVar("Data", Accelerator, PreflightCheck, WorkerHandle)
+Data = TypeVar("Data", Accelerator, Framework, PreflightCheck, WorkerHandle)
 
 _ANY_ADDRESS = "0.0.0.0"
 _CONNECT_SECONDS = 10.0
@@ -150,6 +151,7 @@ class AgentLauncher:
             memory_bytes=reply.memory_bytes,
             accelerators=tuple(_as(Accelerator, each) for each in reply.accelerators),
             backends=dict(reply.trainer_backends),
+            frameworks=tuple(_as(Framework, each) for each in reply.frameworks),
         )
 
     def explain(self, worker_id: str) -> str:

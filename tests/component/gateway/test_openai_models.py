@@ -9,7 +9,7 @@ import openai
 import pytest
 from sqlalchemy import select
 
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.openai.schemas import CompletionRequest
 from gateway.api.openai.service import InferenceService
 from gateway.owners.auth.identity import Caller
@@ -128,7 +128,7 @@ def test_only_requests_of_one_owner_share_an_engine(world):
 def test_prompts_are_prepared_two_at_a_time_and_owners_take_turns(world, monkeypatch):
     """Otherwise one owner's chats would occupy all threads, which also write files."""
     begun, at_once = [], []
-    refused = InvalidField("seen", param="prompt")
+    refused = InvalidParameter("seen", param="prompt")
 
     async def many() -> list[object]:
         go_on = threading.Semaphore(0)

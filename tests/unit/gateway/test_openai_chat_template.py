@@ -7,7 +7,7 @@ import json
 import pytest
 from pydantic import ValidationError
 
-from gateway.api.errors import InvalidField
+from gateway.api.errors import InvalidParameter
 from gateway.api.openai.chat_template import ChatTemplate, find_template
 from gateway.api.openai.schemas import ChatCompletionRequest
 from gateway.api.openai.tokenizer import ModelTokenizer
@@ -170,8 +170,8 @@ def test_arguments_that_are_not_json_are_passed_on_as_text(arguments, shown):
     ("messages", "changes", "error", "sentence"),
     [
         ([{"role": "clown", "content": "x"}], {}, InvalidRequest, "unknown role clown"),
-        ([{"content": "x"}], {}, InvalidField, "messages.0 has no role"),
-        ([{"role": "user", "content": 3}], {}, InvalidField, "neither a text nor a list"),
+        ([{"content": "x"}], {}, InvalidParameter, "messages.0 has no role"),
+        ([{"role": "user", "content": 3}], {}, InvalidParameter, "neither a text nor a list"),
         (
             [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
             {},
@@ -181,20 +181,20 @@ def test_arguments_that_are_not_json_are_passed_on_as_text(arguments, shown):
         (
             [{"role": "assistant", "tool_calls": [{"function": None}]}],
             {},
-            InvalidField,
+            InvalidParameter,
             "a tool call without a function",
         ),
         (
             [{"role": "assistant", "tool_calls": {"function": {}}}],
             {},
-            InvalidField,
+            InvalidParameter,
             "tool_calls that are not a list",
         ),
-        (MESSAGES, {"continue_final_message": True}, InvalidField, "add_generation_prompt"),
+        (MESSAGES, {"continue_final_message": True}, InvalidParameter, "add_generation_prompt"),
         (
             MESSAGES,
             {"chat_template_kwargs": {"messages": []}},
-            InvalidField,
+            InvalidParameter,
             "chat_template_kwargs.messages",
         ),
     ],

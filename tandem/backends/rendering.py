@@ -1,0 +1,67 @@
+"""From a job's values to its configuration, and to the command of its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import PurePath
+
+from pydantic import ValidationError
+
+from tandem.backends.description import BackendDescription
+from tandem.backends.jobs import JobConfiguration, JobPaths
+from tandem.errors import InvalidField, UnsupportedByBackend
+from tandem.protocol.worker import JobSpec
+
+_IGNORES_PET = (
+    "does not read the PET_ variables with the job's ranks, so each process would train alone; "
+    "start the ranks with `python -m torch.distributed.run`"
+)
+
+
+def configure(backend: BackendDescription, values: Mapping[str, object]) -> JobConfiguration:
+    """Check a job's settings. Raises `InvalidField` for the first faulty one."""
+    try:
+        return backend.job_configuration.model_validate(dict(values))
+    except ValidationError as error:
+        raise _invalid_field(error, backend.name) from None
+
+
+def render_job(
+    backend: BackendDescription, configuration: JobConfiguration, paths: JobPaths, processes: int
+) -> JobSpec:
+    """Return the first attempt of a job. Raises `UnsupportedByBackend` for a command that cannot
+    run several ranks, or that is not text."""
+    command = configuration.command(paths)
+    argv, environment = (*command, *configuration.args(paths)), configuration.environment(paths)
+    for text in (*argv, *environment, *environment.values()):
+        if not isinstance(text, str) or "\0" in text:
+            raise UnsupportedByBackend(
+                f"the trainer backend {backend.name} renders {text!r}, which is no text of a "
+                "command"
+            )
+    if any(map(_is_accelerate, " ".join(command).split())):
+        raise UnsupportedByBackend(
+            f"the trainer backend {backend.name} starts `accelerate launch`, which {_IGNORES_PET}"
+        )
+    return JobSpec(
+        framework=backend.framework,
+        folder=paths.folder,
+        processes=processes,
+        argv=argv,
+        environment=environment,
+    )
+
+
+def _is_accelerate(word: str) -> bool:
+    return PurePath(word).name == "accelerate" or word.startswith("accelerate.commands")
+
+
+def _invalid_field(error: ValidationError, backend: str) -> InvalidField:
+    fault = error.errors(include_url=False)[0]
+    raised = fault.get("ctx", {}).get("error")
+    if isinstance(raised, InvalidField):  # from a validator of the configuration
+        return raised
+    field = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden":
+        return InvalidField(f"{field[:100]!r} is no setting of {backend}", field=field)
+    return InvalidField(f"{field}: {fault['msg'].removeprefix('Value error, ')}", field=field)
