@@ -39,6 +39,7 @@ from gateway.api.pages.routing import unknown_page
 from gateway.api.pages.run_views import RunViews
 from gateway.api.routing import PathOperation, identify
 from gateway.api.tandem import (
+    backends,
     ends,
     groups,
     keys,
@@ -115,6 +116,7 @@ ROUTERS = (
     owners.router,
     usage.router,
     groups.router,
+    backends.router,
     samplers.router,
     runs.router,
     ends.router,

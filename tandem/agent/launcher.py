@@ -115,6 +115,7 @@ class ProcessLauncher:
         self._log.info(
             "worker_started",
             worker_id=spec.worker_id,
+            framework=spec.framework,
             pid=worker.pid,
             address=handle.address,
             session_id=spec.session_id,

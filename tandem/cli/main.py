@@ -12,6 +12,7 @@ from pydantic_settings import SettingsError
 
 from tandem import __version__
 from tandem.cli import (
+    backends,
     backup,
     chat,
     checkpoints,
@@ -43,6 +44,7 @@ app.command("demo", here=True)(demo.demo)
 app.command("chat")(chat.chat)
 app.command("status")(observe.status)
 app.command("top")(groups.top)
+app.command("backends")(backends.list_backends)
 app.command("usage")(usage.usage)
 app.command("scale")(scale.scale)
 app.command("logs")(logs.logs)

@@ -261,6 +261,13 @@ class WorkerSpec(BaseModel):
             raise ValueError("a worker that others can reach needs a certificate (tls)")
         return self
 
+    @property
+    def framework(self) -> str:
+        """A trainer's backend, a job's framework, or the sampler's engine."""
+        if self.job is not None:
+            return self.job.framework
+        return self.trainer.backend if self.trainer is not None else "vllm"
+
 
 class WorkerReport(BaseModel):
     """A worker's address, or the reason why it does not serve."""

@@ -57,6 +57,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "usage_summary": EVERYBODY,
     "list_models": EVERYBODY,
     "list_groups": EVERYBODY,
+    "list_backends": EVERYBODY,
     "list_runs": EVERYBODY,
     "run_steps": OWN_LOOK,
     "list_run_events": OWN_LOOK,

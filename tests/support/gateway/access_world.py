@@ -300,6 +300,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "status": _get(f"{OWN}/status"),
     "list_models": _get(f"{OWN}/models"),
     "list_groups": _get(f"{OWN}/groups"),
+    "list_backends": _get(f"{OWN}/backends"),
     "metrics_targets": _get(f"{OWN}/metrics/targets"),
     "sampler_state": lambda w: Call(f"{OWN}/samplers/{w.run}"),
     "scale_sampler": lambda w: Call(f"{OWN}/samplers/{w.run}/replicas", {"replicas": 1}),

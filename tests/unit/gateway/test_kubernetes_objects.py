@@ -326,6 +326,7 @@ def test_each_object_of_a_worker_has_all_labels_by_which_it_is_found(spec, pool)
         "tandem.dev/worker": label_value(spec.worker_id),
         "tandem.dev/session": label_value(spec.session_id),
         "tandem.dev/group": "train-0",
+        "tandem.dev/framework": "fsdp2" if spec.kind == "trainer" else "vllm",
     }
     for number, pod in enumerate(objects.pods):
         of_pod = {"tandem.dev/node": str(number)}

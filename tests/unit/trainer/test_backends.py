@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tandem.backends.registry import known_backends
+from tandem.backends import BackendDescription
+from tandem.backends.registry import descriptions, known_backends
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
@@ -46,6 +47,13 @@ from trainer_service.service.operations import Operations
 
 def test_the_built_in_backend_is_found_by_its_name():
     assert backend_named("fsdp2").__name__ == "Fsdp2Backend"
+
+
+def test_the_built_in_backend_can_do_what_its_description_says():
+    about = descriptions()["fsdp2"]
+    assert isinstance(about, BackendDescription)
+    able = {each.name.lower() for each in Fsdp2Backend.capabilities}
+    assert able == set(about.capabilities)
 
 
 def test_a_backend_of_an_installed_package_is_found_by_its_entry_point(tmp_path, monkeypatch):

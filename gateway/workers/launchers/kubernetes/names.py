@@ -13,8 +13,8 @@ from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 CONTAINER = "worker"
 """The worker's container. Others in its pod are an administrator's."""
 PART_OF, COMPONENT = "app.kubernetes.io/part-of", "app.kubernetes.io/component"
-INSTANCE, WORKER, SESSION, GROUP, NODE = (
-    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node")
+INSTANCE, WORKER, SESSION, GROUP, NODE, FRAMEWORK = (
+    f"tandem.dev/{name}" for name in ("instance", "worker", "session", "group", "node", "framework")
 )
 EPOCH, GROUP_SPEC = "tandem.dev/epoch", "tandem.dev/group-spec"
 WORKER_ID, SESSION_ID = "tandem.dev/worker-id", "tandem.dev/session-id"

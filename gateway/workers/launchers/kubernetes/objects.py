@@ -25,6 +25,7 @@ from gateway.workers.launchers.kubernetes.names import (
     CLAIMS,
     COMPONENT,
     EPOCH,
+    FRAMEWORK,
     GROUP,
     GROUP_SPEC,
     INSTANCE,
@@ -170,6 +171,7 @@ def render_worker(
         WORKER: label_value(spec.worker_id),
         SESSION: label_value(spec.session_id),
         GROUP: label_value(spec.group),
+        FRAMEWORK: label_value(spec.framework),
     }
     annotations: Object = {WORKER_ID: spec.worker_id, SESSION_ID: spec.session_id}
     new = partial(home.new, labels=labels, annotations=annotations)
