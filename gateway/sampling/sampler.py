@@ -406,8 +406,15 @@ class Sampler:
 
     def _load_later(self, engine: SamplerEngine, request: sampler_pb2.LoadRequest) -> None:
         self._end_late_load(engine, request.version.run_id)
+        place = engine, request.version.run_id
         task = asyncio.create_task(self._load_late(engine, request), name="late-load")
-        self._late[engine, request.version.run_id] = task
+        self._late[place] = task
+
+        def forget(ended: asyncio.Task[None]) -> None:
+            if self._late.get(place) is ended:
+                del self._late[place]
+
+        task.add_done_callback(forget)
 
     async def _load_late(self, engine: SamplerEngine, request: sampler_pb2.LoadRequest) -> None:
         """Ask an engine that did not answer for a version until it answers or ends."""

@@ -81,6 +81,23 @@ def test_a_version_is_live_when_the_late_engine_answers(new_world, number):
     world.run(scenario())
 
 
+def test_a_sampler_forgets_the_load_of_a_late_engine_that_answered(new_world):
+    world = new_world()
+
+    async def scenario():
+        _, second = await serving(world)
+        second.versions, second.silent = {V2}, True
+        await world.sampler().load(saved(world))
+        await world.sampler().load(saved(world, "v3"))
+        await world.sampler().load(saved(world))
+        assert len(world.sampler()._late) == 1
+        second.answers.set()
+        await asyncio.sleep(2 * LOAD_TIMEOUT)
+        assert not world.sampler()._late
+
+    world.run(scenario())
+
+
 def test_a_late_engine_that_refuses_a_version_says_why(new_world):
     world = new_world()
 
