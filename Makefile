@@ -122,6 +122,7 @@ nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines
 	@scripts/triton.sh
 	@scripts/environments.sh
 	@scripts/axe.sh
+	@grep -s -q '^gpu' .venv/.tandem-setup || scripts/trl.sh
 	@.venv/bin/python -m pytest -m nightly
 	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Makes .venv/trl, an environment with TRL and without Tandem, for `make bench-trl`. TRL would import
-# other packages of Tandem's, such as vLLM, if it found them. torch is a link to Tandem's own, so both
-# compute with the same build.
+# Makes .venv/trl, an environment with TRL and without Tandem, for `make bench-trl` and a nightly test.
+# TRL would import other packages of Tandem's, such as vLLM, if it found them. torch is a link to
+# Tandem's own, so both compute with the same build.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$root/.venv/trl
 lock=$root/constraints/trl.txt
 cmp -s "$lock" "$folder/.lock" && exit 0
 if grep -s -q '^gpu' "$root/.venv/.tandem-setup"; then
-  echo "trl: this benchmark needs the CPU build (TANDEM_BUILD=cpu make setup)" >&2
+  echo "trl: this needs the CPU build (TANDEM_BUILD=cpu make setup)" >&2
   exit 1
 fi
 rm -rf "$folder"
