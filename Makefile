@@ -86,7 +86,7 @@ bench-recovery: setup ## Measures snapshots, and the pause of a run whose traine
 bench-rollouts: setup ## Measures a loop with 10,000 rollouts in flight: its memory and its event loop's lag.
 	@.venv/bin/python -m benchmarks.rollouts $(ARGS)
 
-bench-rerun: setup ## Measures the time to the first reward after a change of the reward.
+bench-rerun: setup ## Measures the time to the first reward after a change of the reward. ARGS=--compose
 	@.venv/bin/python -m benchmarks.rerun $(ARGS)
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"

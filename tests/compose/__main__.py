@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.rerun import SCRIPT
 from tandem.demo.tiny_model import write_tiny_model
 from tests.compose.demo import Demo, checksums
 from tests.compose.engine import (
@@ -66,6 +67,8 @@ def run(folder: Path) -> None:
     carry_out(blocks("Models")[-1], folder)
     created = inside("gateway", "tandem", "keys", "create", "--owner", "demo", "--json")
     key = json.loads(created)["key"]
+    with timed("a script in the client's container"):
+        run_script(folder, key)
     backup, restore = blocks("Backup")
 
     with demo(folder, "undisturbed", command=("scripts/demo_compose.sh",)) as undisturbed:
@@ -94,6 +97,13 @@ def run(folder: Path) -> None:
             start()
         path = restored.finish()
     assert (restored.results(), checksums(path, copy="/tmp/again")) == expected
+
+
+def run_script(folder: Path, key: str) -> None:
+    folder.chmod(0o755)  # for the container's user
+    (folder / "my_loop.py").write_text(SCRIPT.format(letter="1", model="my/model"))
+    (block,) = blocks("Scripts in a container")
+    carry_out(f"export TINKER_API_KEY={key}\n{block}", folder)
 
 
 def start() -> None:

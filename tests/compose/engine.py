@@ -22,6 +22,7 @@ PROJECT = "tandem-test"
 PORT, PROMETHEUS_PORT, WHEELS_PORT = 18400, 18401, 18402
 IMAGES = {
     "tandem-gateway:test": "deploy/gateway.Dockerfile",
+    "tandem-client:test": "deploy/client.Dockerfile",
     "tandem-trainer:test-cpu": "deploy/trainer.Dockerfile",
     "tandem-sampler:test-cpu": "deploy/sampler.Dockerfile",
     "postgres:test": "tests/compose/postgres.Dockerfile",

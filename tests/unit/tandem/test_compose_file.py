@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docker-compose.yaml").read_text()
 FILE: Mapping[str, Any] = yaml.safe_load(TEXT)
 SERVICES: Mapping[str, Any] = FILE["services"]
-LASTING = {name: service for name, service in SERVICES.items() if name != "setup"}
+LASTING = {name: service for name, service in SERVICES.items() if name not in ("setup", "client")}
 OURS = {name: service for name, service in SERVICES.items() if "build" in service}
 PINNED = re.compile(r"([a-z][a-z0-9/]*:v?\d+\.\d+[a-z0-9.-]*)@(sha256:[0-9a-f]{64})")
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
@@ -29,7 +29,8 @@ def test_each_profile_has_all_services_and_shares_none_of_its_own_with_the_other
     assert of_profile("cpu") == always | {"gateway", "trainer", "sampler"}
     assert of_profile("gpu") == always | {"gateway-gpu", "trainer-gpu", "sampler-gpu"}
     assert of_profile("grafana") == always | {"grafana"}
-    for profile in ("cpu", "gpu", "grafana"):
+    assert of_profile("client") == always | {"client"}
+    for profile in ("cpu", "gpu", "grafana", "client"):
         for name in of_profile(profile):
             assert set(SERVICES[name].get("depends_on", {})) <= of_profile(profile)
 
