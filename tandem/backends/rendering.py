@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 from pydantic import ValidationError
 
 from tandem.backends.description import BackendDescription
+from tandem.backends.frameworks import Framework, framework_missing, own_environment
 from tandem.backends.jobs import JobConfiguration, JobPaths
 from tandem.errors import InvalidField, UnsupportedByBackend
 from tandem.protocol.worker import JobSpec
@@ -24,6 +25,22 @@ def configure(backend: BackendDescription, values: Mapping[str, object]) -> JobC
         return backend.job_configuration.model_validate(dict(values))
     except ValidationError as error:
         raise _invalid_field(error, backend.name) from None
+
+
+def job_paths(
+    backend: BackendDescription, *, folder: str, model: str, frameworks: Mapping[str, Framework]
+) -> JobPaths:
+    """Return the places of a job in its worker, whose host has these `frameworks`.
+
+    They are empty if nobody knows them, as for pods. Then Tandem has the same folder there as here.
+    So it is with the program. Raises `FrameworkMissing`."""
+    python = str(own_environment(backend.framework) / "bin" / "python")
+    if frameworks:
+        if backend.framework not in frameworks:
+            raise framework_missing(backend.framework, "the host of trainers")
+        python = frameworks[backend.framework].python
+    program = Path(__file__).parents[2] / "trainer_service" / "jobs" / backend.name
+    return JobPaths(python=python, program=str(program), folder=folder, model=model)
 
 
 def render_job(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -18,10 +19,15 @@ from tests.support.other_packages import PLAIN_BACKEND, install, register
 TRL = Framework("trl", "1.16.0", "/opt/tandem/.venv/trl/bin/python")
 
 
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    return install(PLAIN_BACKEND, tmp_path_factory.mktemp("package"))
+
+
 @pytest.fixture
-def found(tmp_path, monkeypatch) -> dict:
+def found(tmp_path, installed, monkeypatch) -> dict:
     """The answer of a gateway beside the wheel of the backend `plain`, whose host has TRL."""
-    monkeypatch.syspath_prepend(install(PLAIN_BACKEND, tmp_path / "package"))
+    monkeypatch.syspath_prepend(installed)
     register(tmp_path / "site", "one", twice="one:Backend")
     register(tmp_path / "site", "other", twice="other:Backend")
     monkeypatch.syspath_prepend(tmp_path / "site")

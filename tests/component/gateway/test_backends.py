@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib.metadata import version
 
 import pytest
 
@@ -80,3 +82,5 @@ async def test_an_agent_tells_which_backends_its_host_has(tmp_path, monkeypatch)
         await agent.close()
     assert (host.backends["fsdp2"], host.backends["own"]) == ("", "")
     assert "is registered by" in host.backends["twice"]
+    found = {each.name: each for each in host.frameworks}
+    assert (found["torch"].version, found["torch"].python) == (version("torch"), sys.executable)

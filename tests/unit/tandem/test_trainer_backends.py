@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.backends.description import BackendDescription
-from tandem.backends.frameworks import framework_python, installed_frameworks
+from tandem.backends.frameworks import Framework, framework_python, installed_frameworks
 from tandem.backends.jobs import JobPaths, JobResources
 from tandem.backends.registry import backends_of_runs, descriptions, job_backend, known_backends
-from tandem.backends.rendering import configure, render_job
+from tandem.backends.rendering import configure, job_paths, render_job
 from tandem.backends.trl import TrlConfiguration
 from tandem.errors import FrameworkMissing, InvalidField, UnsupportedByBackend
 from tests.support.other_packages import register
@@ -116,6 +116,25 @@ def test_a_command_that_is_not_text_is_refused():
     places = JobPaths(python="/p", program="/q", folder="/jobs/a", model="/m")
     with pytest.raises(UnsupportedByBackend, match="mine renders 7"):
         render_job(backend, configure(backend, {"method": "sft"}), places, 2)
+
+
+def test_a_job_runs_with_the_interpreter_that_its_host_reports():
+    found = {"trl": Framework("trl", "1.16.0", "/opt/trl/bin/python")}
+    places = job_paths(TRL, folder="/jobs/a", model="/m", frameworks=found)
+    assert places.python == "/opt/trl/bin/python"
+    assert Path(places.program).parts[-3:] == ("trainer_service", "jobs", "trl")
+
+
+def test_a_job_of_a_cluster_finds_its_framework_at_the_place_of_the_image(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/opt/tandem/.venv")
+    places = job_paths(TRL, folder="/jobs/a", model="/m", frameworks={})
+    assert places.python == "/opt/tandem/.venv/trl/bin/python"
+
+
+def test_a_host_without_the_framework_is_refused_with_the_command_that_installs_it():
+    found = {"torch": Framework("torch", "2.13", "/opt/tandem/bin/python")}
+    with pytest.raises(FrameworkMissing, match="make setup-trl"):
+        job_paths(TRL, folder="/jobs/a", model="/m", frameworks=found)
 
 
 # --- The registry -----------------------------------------------------------------------------
