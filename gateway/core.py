@@ -60,6 +60,7 @@ from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.job_adapter import JobAdapter
 from gateway.workers.launchers.base import Launchers
 from gateway.workers.processes import Processes
 from gateway.workers.request_maker import RequestMaker
@@ -212,10 +213,11 @@ class Gateway:
         )
         self._worker_metrics = WorkerMetrics(metrics)
         trainers, engines = TrainerAdapter(self.processes), EngineAdapter(self.processes)
+        self.job_workers = JobAdapter(self.processes)
         self.supervisor = Supervisor(
             Roster(
                 table=WorkerTable(database),
-                adapters={"trainer": trainers, "engine": engines},
+                adapters={"trainer": trainers, "engine": engines, "job": self.job_workers},
                 settings=settings.sharing,
                 epoch=epoch.number,
                 clock=time.time,

@@ -3,6 +3,7 @@
 `python -m trainer_service` starts rank 0 (`tandem/protocol/worker.py`), and rank 0 starts the
 others. Each folder imports only folders below it:
 
+- `jobs`: another worker, which runs whole trainings of other frameworks.
 - `service`: gRPC, the order of operations, the other ranks' processes.
 - `checkpoints`: weight versions and training state on disk.
 - `compute`: ranks that compute a batch together.

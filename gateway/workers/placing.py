@@ -180,10 +180,12 @@ def _allowed(request: WorkerRequest) -> str:
     return f" among {', '.join(request.groups)}" if request.groups else ""
 
 
-def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, int]:
-    """Prefer groups with few workers, but existing claims before new ones."""
-    there = len(overview.on(group))
-    return (bool(group.pool) and not there, there)
+def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, bool, int]:
+    """Prefer groups with few workers, but existing claims before new ones. A group whose devices a
+    job keeps comes last."""
+    there = overview.on(group)
+    kept = group.leased and any(not row.can_sleep for row in there)
+    return (kept, bool(group.pool) and not there, len(there))
 
 
 def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:

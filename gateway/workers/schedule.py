@@ -65,12 +65,17 @@ def _end_rows(decision: Decision) -> None:
             decision.end(StopWorker(row.key, reason, at_once=at_once, ends_as=row.ends_as))
         elif row.ends_as == "gone":
             decision.end(ForgetRow(row.key))
-        elif row.state == "placed" and row.ends_as == "waiting":
+        elif row.state == "placed" and (row.ends_as == "waiting" or _leaves(overview, row)):
             decision.end(TakeGroup(row.key))
         elif uncertain:
             decision.begin(FindWorker(row.key), [row.key])
         elif row.state == "awake" and (since := overview.demand_of(row).silent_since):
             _end_silent(decision, overview, row, since)
+
+
+def _leaves(overview: Overview, row: WorkerRow) -> bool:
+    """Whether a job between two attempts leaves a drained group."""
+    return row.kind == "job" and overview.group_of(row).drained
 
 
 def _end_silent(decision: Decision, overview: Overview, row: WorkerRow, since: float) -> None:
@@ -192,12 +197,15 @@ def _explain_turn(
     if row.key not in keys:
         return WaitReason(reason="its step under way has to end first", seconds=seconds)
     position = keys.index(row.key) + 1
-    why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
+    no_devices = why_not_on_device(overview, row)
+    why = no_devices or why_not_on_host(overview, row) or "it is next"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
             why = f"a worker of group {group.name} cannot be put to sleep"
             if other.owner == row.owner:  # the reason may name the worker's session
                 why = f"{why}: {other.reason}"
+        if no_devices and other.occupies and not other.can_sleep:
+            why = f"a job holds devices of group {group.name} until it ends"
         if other.state == "lost":
             why = f"neither a worker of group {group.name} nor its launcher answers"
     reason = f"{_ordinal(position)} in the queue for the devices of group {group.name}: {why}"

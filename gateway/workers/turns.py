@@ -2,7 +2,8 @@
 
 A worker keeps its devices until another worker needs them more. Then it yields: it admits no new
 call, and sleeps when its last call ends. The next worker wakes only when the bytes and the number
-of occupying rows allow it. So a worker keeps its devices until it has answered that it sleeps."""
+of occupying rows allow it. So a worker keeps its devices until it has answered that it sleeps. A
+job cannot sleep. It keeps them until it ends."""
 
 from __future__ import annotations
 
@@ -158,7 +159,7 @@ def _ask_to_yield(decision: Decision, group: WorkerGroup) -> None:
     """Ask workers to yield to waiting ones. If nobody waits, let yielding workers go on."""
     overview = decision.overview
     waiting = _waiting_for_devices(overview, group)
-    awake = [row for row in overview.on(group) if _is_awake(overview, row)]
+    awake = [row for row in overview.on(group) if _is_awake(overview, row) and row.can_sleep]
     if not waiting:
         for row in awake:
             demand = overview.demand_of(row)
@@ -264,7 +265,7 @@ def _put_to_sleep(decision: Decision, group: WorkerGroup) -> None:
     for row in decision.overview.on(group):
         overview = decision.overview
         demand = overview.demand_of(row)
-        if not _is_awake(overview, row) or demand.uses:
+        if not _is_awake(overview, row) or demand.uses or not row.can_sleep:
             continue
         at = overview.now if demand.yielding else _sleeps_at(overview, row)
         if at > overview.now:

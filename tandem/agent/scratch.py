@@ -9,20 +9,25 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import stat
 import tempfile
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 
-from tandem.agent.worker_process import group_members
+from tandem.agent.worker_process import group_members, temporary_folders
+from tandem.errors import WorkerStartFailed
 from tandem.telemetry import get_log
 
 _SHARED_MEMORY = Path("/dev/shm")
 _NOTES, _PID = ".shared-memory", ".pid"
 _NAME_WITH_PID = re.compile(r"(?:__KMP_REGISTERED_LIB_|torch_)(\d+)_.*", re.ASCII)
 """Names made by OpenMP and torch, with the process's number."""
+_PATIENCE = 60.0
+_POLL_SECONDS = 0.05
 _LOOKS = 5
 """After that many looks without an owner among our processes, a name belongs to somebody else."""
 
@@ -80,6 +85,27 @@ class ScratchFolders:
                 with suppress(FileNotFoundError):
                     (self._shared_memory / name).unlink()
         shutil.rmtree(folder, ignore_errors=True)
+
+    def end_strays(self) -> None:
+        """Kill the processes that an earlier agent's jobs started in sessions of their own. Return
+        when they are gone. Raises `WorkerStartFailed` if one stays."""
+        deadline = time.monotonic() + _PATIENCE
+        while strays := [pid for pid, folder in temporary_folders() if self._is_stray(pid, folder)]:
+            if time.monotonic() > deadline:
+                raise WorkerStartFailed(
+                    f"processes of an earlier agent's jobs do not end: {strays}"
+                )
+            for pid in strays:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_POLL_SECONDS)
+
+    def _is_stray(self, pid: int, folder: Path) -> bool:
+        """Whether a process has the folder of a child, and another group than that child."""
+        with suppress(OSError):  # it has ended
+            if folder.parent == self._root:
+                return (folder / _PID).read_text() != str(os.getpgid(pid))
+        return False
 
     def remove_all(self) -> None:
         """Remove the remains of all children. Call it when no worker runs.

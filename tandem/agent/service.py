@@ -203,6 +203,7 @@ async def serving(
     """Serve during the block, once an earlier agent's workers are gone. Then stop all workers."""
     certificate = read_certificate(listening.tls) if listening is not None else None
     await launcher.groups.end_earlier()
+    await asyncio.to_thread(launcher.scratches.end_strays)
     await asyncio.to_thread(launcher.scratches.remove_all)
     launcher.look_after_scratch()
     launcher.metrics_port = launcher.metrics.serve_agent(listening.address if listening else "")

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ _TAIL_LINES = 5
 _NATIVE_CRASHES = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE}
 )
+_TEMPORARY = b"TMPDIR="
 _NOT_RUNNING = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
@@ -194,7 +196,7 @@ class WorkerProcess:
         await asyncio.wait({self._reading}, timeout=_LAST_REPORT_SECONDS)
         self._reading.cancel()
         deadline = time.monotonic() + _GROUP_GONE_SECONDS
-        while members := group_members(self.pid):
+        while members := self._kill_strays() + group_members(self.pid):
             if time.monotonic() > deadline:
                 self._log.error("worker_group_not_gone", members=members)
                 deadline = math.inf
@@ -202,6 +204,16 @@ class WorkerProcess:
         self.ended.set_result(self._error or self._describe_exit(status))
         if not self.failed.done():
             self.failed.set_result(None)
+
+    def _kill_strays(self) -> list[int]:
+        """Kill the processes that a job started in sessions of their own, and return them."""
+        if self.spec.kind != "job" or self.scratch is None:
+            return []
+        strays = [pid for pid, folder in temporary_folders() if folder == self.scratch]
+        for pid in strays:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return strays
 
     def _describe_exit(self, status: int) -> str:
         """Return the exit in words, with the end of its log on one line, without its secret."""
@@ -238,3 +250,14 @@ def group_members(pgid: int) -> list[int]:
             if os.getpgid(pid) == pgid and psutil.Process(pid).status() not in _NOT_RUNNING:
                 members.append(pid)
     return members
+
+
+def temporary_folders() -> Iterator[tuple[int, Path]]:
+    """Yield the running processes of this user with their temporary folders.
+
+    A worker's processes inherit its folder, which no other worker has."""
+    for pid in psutil.pids():
+        with suppress(OSError):  # it has ended, or belongs to somebody else
+            for variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                if variable.startswith(_TEMPORARY):
+                    yield pid, Path(os.fsdecode(variable.removeprefix(_TEMPORARY)))

@@ -393,6 +393,14 @@ def die_with_parent(parent_pid: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def become_subreaper() -> None:
+    """Let orphans below this process become its children (Linux), so that it finds them."""
+    if sys.platform == "linux":
+        pr_set_child_subreaper = 36
+        if _LIBC.prctl(pr_set_child_subreaper, 1, 0, 0, 0) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) was refused")
+
+
 def end_with_supervisor() -> None:
     """End this gateway or agent with its supervisor, even if that has already ended. Call it
     first."""

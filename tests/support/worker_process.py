@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import Any, Self
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tandem.agent.pool import default_command
 from tandem.agent.worker_process import kill_group
 from tandem.protocol.fencing import LEASE_METADATA_KEY
 from tandem.protocol.worker import GRPC_OPTIONS, SECRET_METADATA_KEY, WorkerReport, WorkerSpec
@@ -82,7 +82,7 @@ def worker_process(spec: WorkerSpec, *, prefix: Sequence[str] = ()) -> Iterator[
     elsewhere."""
     read, write = os.pipe()
     process = subprocess.Popen(
-        [*prefix, sys.executable, "-m", f"{spec.kind}_service", "--report-fd", str(write)],
+        [*prefix, *default_command(spec.kind), "--report-fd", str(write)],
         stdin=subprocess.PIPE,
         pass_fds=(write,),
         start_new_session=True,

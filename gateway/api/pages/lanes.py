@@ -58,7 +58,7 @@ class WorkerNames:
         """Return a worker's name, and its run's id or ""."""
         if not self.caller.may_see(owner):
             return "another owner", ""
-        if kind == "trainer":
+        if kind != "engine":
             return self.runs.get(key, key), key
         session, _, rest = key.partition("#")[0].partition("/")
         model = rest.rpartition("/")[0]

@@ -144,13 +144,13 @@ class RunSteps(Answer):
 
 
 class RunEventInfo(Answer):
-    """`event` happened to `worker`: to the run's trainer, to an engine of its session, or to the
+    """`event` happened to `worker`: to the run's trainer or job, an engine of its session, or the
     run itself. A trainer that starts again restores the run. A worker that moved is on another
     `group` than before. `key` names the worker."""
 
     at: Time
     event: EventKind
-    worker: Literal["trainer", "engine", "run"]
+    worker: Literal["trainer", "engine", "job", "run"]
     key: str
     group: str
     reason: str

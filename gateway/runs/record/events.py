@@ -20,12 +20,12 @@ _WITHOUT_PROCESS = ("waiting", "placed", "gone")
 
 @dataclass(frozen=True)
 class RunEvent:
-    """`event` happened to `worker`, the run's trainer or an engine of its session, or to the run
+    """`event` happened to `worker`, the run's trainer or job, an engine of its session, or the run
     itself. `group` is the worker's device group."""
 
     at: float
     event: EventKind
-    worker: Literal["trainer", "engine", "run"]
+    worker: Literal["trainer", "engine", "job", "run"]
     key: str
     group: str = ""
     reason: str = ""

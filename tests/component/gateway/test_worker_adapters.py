@@ -13,7 +13,8 @@ from gateway.metrics import Metrics
 from gateway.storage.database import Database
 from gateway.workers.engine_adapter import EngineAdapter
 from gateway.workers.epoch import Epoch
-from gateway.workers.groups import WorkerGroup
+from gateway.workers.groups import EVERYTHING, WorkerGroup
+from gateway.workers.job_adapter import JobAdapter
 from gateway.workers.launchers.base import for_each_kind
 from gateway.workers.overview import Budgets
 from gateway.workers.processes import Processes
@@ -30,9 +31,8 @@ from tandem.v1 import common_pb2
 from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.waiting import until
 
-KINDS = frozenset({"trainer", "engine"})
-GPU = WorkerGroup(name="gpu", kinds=KINDS, devices=("cuda:0", "cuda:1"))
-CORES = WorkerGroup(name="cpu", kinds=KINDS, awake=0, on_host=True, most_ranks=2)
+GPU = WorkerGroup(name="gpu", kinds=EVERYTHING, devices=("cuda:0", "cuda:1"))
+CORES = WorkerGroup(name="cpu", kinds=EVERYTHING, awake=0, on_host=True, most_ranks=2)
 
 
 class LeavingLauncher(FakeLauncher):
@@ -71,7 +71,7 @@ class Owner:
         return WorkerSpec(
             worker_id="",
             secret="",
-            kind="trainer" if row.kind == "trainer" else "sampler",
+            kind="sampler" if row.kind == "engine" else row.kind,
             session_id=row.session,
             run_id=row.key,
             model_name="tiny",
@@ -89,7 +89,7 @@ class Owner:
 
 
 class Gateway:
-    """A supervisor with both adapters, and the table of a database."""
+    """A supervisor with all adapters, and the table of a database."""
 
     def __init__(
         self, folder, launcher: FakeLauncher, *, groups: Iterable[WorkerGroup], epoch: int = 1
@@ -109,12 +109,14 @@ class Gateway:
         )
         self.trainers = TrainerAdapter(self.processes)
         self.engines = EngineAdapter(self.processes)
+        self.jobs = JobAdapter(self.processes)
+        self.adapters = {"trainer": self.trainers, "engine": self.engines, "job": self.jobs}
         self.owner = Owner()
         self.supervisor = Supervisor(
             Roster(
                 table=WorkerTable(self.database),
                 groups=groups,
-                adapters={"trainer": self.trainers, "engine": self.engines},
+                adapters=self.adapters,
                 settings=SharingSettings(quantum=0.05),
                 budgets=Budgets(silence=0.5),
                 epoch=epoch,
@@ -135,13 +137,12 @@ class Gateway:
     async def place(self, *names: str, kind: str = "trainer", **about: object) -> None:
         for name in names:
             request = WorkerRequest(key=name, kind=kind, owner="ann", session="s", **about)
-            (self.trainers if kind == "trainer" else self.engines).register(name, self.owner)
+            self.adapters[kind].register(name, self.owner)
             await self.supervisor.place([request], holder=name)
 
     async def worker_in_use(self, key: str):
         async with asyncio.timeout(20), self.supervisor.use(key) as row:
-            adapter = self.trainers if row.kind == "trainer" else self.engines
-            return adapter.require(row)
+            return self.adapters[row.kind].require(row)
 
 
 @pytest.fixture
@@ -343,6 +344,48 @@ async def test_a_worker_that_ended_without_a_gateway_is_started_again(gateway, l
     after.trainers.register("a", after.owner)
     await after.open()
     assert (await after.worker_in_use("a")).worker_id != a.worker_id
+    await after.close()
+
+
+# --- Jobs -----------------------------------------------------------------------------------------
+
+
+async def test_a_job_keeps_its_devices_until_it_ends(gateway, launcher):
+    await gateway.place("j", kind="job")
+    await gateway.place("a", priority=9)
+    job = await gateway.worker_in_use("j")
+    assert job.worker_id.startswith("job-s-")
+    waiting = asyncio.create_task(gateway.worker_in_use("a"))
+    await until(lambda: gateway.supervisor.explain("a"))
+    await until(lambda: "a job holds devices" in gateway.supervisor.explain("a").reason)
+    assert [spec.worker_id for spec in launcher.specs] == [job.worker_id]
+    await launcher.kill(job.worker_id, "the job exited with status 0")
+    assert (await waiting).worker_id.startswith("trainer-s-")
+    assert launcher.servicers[job.worker_id].switches == []
+
+
+async def test_the_end_of_a_job_counts_as_no_fault(gateway, launcher):
+    told = []
+    await gateway.place("j", kind="job")
+    gateway.supervisor.watch_ends("j", lambda process, reason: told.append((process, reason)))
+    job = await gateway.worker_in_use("j")
+    await launcher.kill(job.worker_id, "the job exited with status 0")
+    await until(lambda: told)
+    assert told == [(job.worker_id, "the job exited with status 0")]
+    assert gateway.supervisor.roster.rows["j"].state == "placed"
+    counted = gateway.processes.metrics.registry.get_sample_value
+    assert counted("tandem_gateway_worker_exits_total", {"kind": "job"}) is None
+
+
+async def test_the_next_gateway_finds_a_running_job_awake(gateway, launcher, tmp_path):
+    await gateway.place("j", kind="job")
+    job = await gateway.worker_in_use("j")
+    after = await restarted(gateway, tmp_path, launcher)
+    assert (await after.worker_in_use("j")).worker_id == job.worker_id
+    assert len(launcher.specs) == 1 and not launcher.stopped
+    assert launcher.servicers[job.worker_id].switches == []
+    await after.supervisor.release("j", holder="j")
+    assert launcher.stopped == [job.worker_id]
     await after.close()
 
 

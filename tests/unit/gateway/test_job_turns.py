@@ -1,0 +1,126 @@
+"""Jobs among workers that take turns, as pure decisions."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from gateway.workers.groups import EVERYTHING
+from gateway.workers.overview import Demand
+from gateway.workers.schedule import explain_wait, schedule
+from gateway.workers.steps import AskToYield, PlaceRows, StartWorker, TakeGroup
+from tandem.settings.sharing import SharingSettings
+from tests.support.gateway.overviews import NOW, overview, row, waits, worker_group
+
+
+def group(name: str = "g", **changes):
+    return worker_group(name, kinds=EVERYTHING, **changes)
+
+
+def decided(*rows, groups=(), **about):
+    return schedule(overview(*rows, groups=groups or (group(),), **about))[0]
+
+
+_times = st.sampled_from([0.0, NOW - 600, NOW - 61, NOW - 1])
+_demands = st.builds(
+    Demand,
+    uses=st.integers(0, 1),
+    waiting=st.integers(0, 1),
+    waiting_since=_times,
+    idle_since=_times,
+    served_at=_times,
+    started_at=_times,
+    yielding=st.booleans(),
+    open_step=st.booleans(),
+    refused_at=_times,
+)
+_others = st.lists(
+    st.tuples(
+        st.sampled_from(["trainer", "engine", "job"]),
+        st.sampled_from(["waiting", "placed", "asleep"]),
+        st.integers(0, 9),
+        st.integers(0, 8),
+        _demands,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    others=_others,
+    demand=_demands,
+    awake=st.integers(0, 2),
+    drained=st.booleans(),
+    policy=st.sampled_from(["deferred", "eager", "idle_after"]),
+    since=st.sampled_from([0.0, NOW - 600, NOW - 1]),
+    need=st.integers(0, 8),
+)
+def test_no_decision_takes_the_devices_of_a_running_job(
+    others, demand, awake, drained, policy, since, need
+):
+    rows = [row("job", "awake", kind="job", since=since, device_bytes=need)]
+    demands = {"job": demand}
+    for number, (kind, state, priority, size, said) in enumerate(others):
+        state = "placed" if kind == "job" and state == "asleep" else state
+        about = {"kind": kind, "priority": priority, "device_bytes": size, "owner": f"o{number}"}
+        rows.append(row(f"k{number}", state, **about))
+        demands[f"k{number}"] = said
+    there = group(awake=awake, drained=drained, device_bytes=8)
+    about = {"settings": SharingSettings(quantum=5, max_wait=60, policy=policy)}
+    steps, _ = schedule(overview(*rows, groups=(there,), demand=demands, **about))
+    of_job = [step for step in steps if getattr(step, "key", "") == "job"]
+    assert {type(step).__name__ for step in of_job} <= {"KeepAwake"}
+
+
+@pytest.mark.parametrize("uses", [0, 1])
+def test_a_higher_priority_waits_for_the_end_of_a_running_job_and_is_told_so(uses):
+    rows = row("a", "awake", kind="job", since=0), row("b", "placed", priority=9)
+    about = {"demand": {"a": Demand(uses=uses), "b": waits(since=NOW - 600)}}
+    assert decided(*rows, **about) == []
+    found = overview(*rows, groups=(group(),), **about)
+    wait = explain_wait(found, found.rows["b"])
+    assert wait is not None
+    assert (wait.position, wait.seconds) == (1, 600)
+    said = "1st in the queue for the devices of group g: a job holds devices of group g"
+    assert wait.reason == f"{said} until it ends"
+
+
+def test_a_worker_that_fits_beside_a_job_is_awake_beside_it():
+    there = group(awake=2, device_bytes=10)
+    rows = row("a", "awake", kind="job", device_bytes=6), row("b", "placed", device_bytes=4)
+    demand = {"a": Demand(uses=1), "b": waits()}
+    assert decided(*rows, groups=(there,), demand=demand) == [StartWorker("b")]
+
+
+def test_a_job_gets_its_devices_in_turn_and_by_priority():
+    rows = row("a", "placed", kind="job"), row("b", "asleep", priority=1)
+    demand = {"a": waits(), "b": waits()}
+    assert [step.key for step in decided(*rows, demand=demand)] == ["b"]
+    holding = row("a", "placed", kind="job"), row("b", "awake", since=NOW - 60)
+    assert decided(*holding, demand={"a": waits(), "b": Demand(uses=1)}) == [AskToYield("b")]
+    assert decided(rows[0], demand={"a": waits()}) == [StartWorker("a")]
+
+
+def test_a_new_worker_gets_a_group_without_a_job_if_there_is_one():
+    groups = group("g"), group("h")
+    rows = [
+        row("job", "awake", "g", kind="job"),
+        row("t", "awake", "h"),
+        row("u", "asleep", "h"),
+        row("new"),
+    ]
+    (step,) = decided(*rows, groups=groups, demand={"job": Demand(uses=1), "new": waits()})
+    assert isinstance(step, PlaceRows)
+    assert [(each.key, each.group) for each in step.rows] == [("new", "h")]
+
+
+def test_a_job_stays_on_a_drained_group_until_its_attempt_ends_and_then_leaves():
+    there = group(drained=True)
+    running = row("a", "awake", kind="job", since=0)
+    assert decided(running, groups=(there,), demand={"a": Demand()}) == []
+    between = row("a", "placed", kind="job")
+    assert decided(between, groups=(there,), demand={"a": waits()}) == [TakeGroup("a")]
+    trainer = row("a", "placed")
+    assert decided(trainer, groups=(there,), demand={"a": waits()}) == [StartWorker("a")]
