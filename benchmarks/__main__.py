@@ -194,7 +194,7 @@ class Bench:
                 wait_ready(stack.endpoint)
                 if core is not None:
                     rl_step.pin(stack, core)
-                made[name] = rl_step.through_tandem(stack, client, steps=steps + 1)
+                made[name] = rl_step.through_tandem(stack, client)
             self.show(title, rl_step.compare(made, steps=steps))
 
 

@@ -2,8 +2,8 @@
 
 The process (`python -m benchmarks.floor MODEL THREADS [compiled]`) makes a step on request
 (`benchmarks.in_turn`). Like the demo, a step has 100 prompts × 8 samples of at most 4 tokens, 48
-updates of 100 sequences, and new weights for the engine. Loss, optimizer, clipping, shuffling and
-rewards are equal."""
+updates of 100 sequences, and new weights for the engine. The loss is importance sampling with the
+reward as advantage. Optimizer, clipping and rewards are equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from benchmarks.in_turn import answers
 from benchmarks.plain_update import PlainUpdates, Sample
-from tandem.demo.addition import MAX_ANSWER_TOKENS, all_problems, reward
+from tandem.demo.addition import MAX_ANSWER_TOKENS, sums
 
 GROUP, MINIBATCHES, EPOCHS, EOS = 8, 8, 6, 1
 
@@ -62,8 +62,8 @@ class OneProcess:
         self.threads = threads
         torch.set_num_threads(threads)
         self.policy = PlainUpdates(model, compiled=compiled)
-        self.problems = all_problems()
-        self.prompts = [self.tokenizer.encode(problem.prompt) for problem in self.problems]
+        self.examples = sums()
+        self.prompts = [self.tokenizer.encode(example.prompt) for example in self.examples]
         self.random = random.Random(0)
         self.directory = tempfile.TemporaryDirectory()
 
@@ -96,7 +96,7 @@ class OneProcess:
         logprobs = [
             step[token].logprob for step, token in zip(answer.logprobs, tokens, strict=True)
         ]
-        value = reward(self.problems[index], text=text, ended=ended)
+        value = float(text == self.examples[index].data["answer"])
         return Sample(self.prompts[index], tokens, logprobs, value)
 
     def train(self, samples: list[Sample]) -> None:

@@ -7,6 +7,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -14,9 +15,9 @@ import tinker
 
 from benchmarks.bursts import cpu_seconds
 from benchmarks.in_turn import asked, floor_environment
-from tandem.demo.configuration import Reinforcement
-from tandem.demo.reinforcement import Loop
+from tandem.demo.addition import REINFORCEMENT, reward, sums
 from tandem.protocol.own_machine import http_client
+from tandem.rl import train
 from tandem.stack import Stack
 
 FLOOR, COMPILED_FLOOR = "one process", "one process, compiled"
@@ -51,27 +52,21 @@ def floor(model: Path, *, threads: int, compiled: bool, core: int | None) -> Ite
         yield lambda: ask([next(rounds)])
 
 
-def through_tandem(stack: Stack, client: tinker.TrainingClient, *, steps: int) -> Step:
-    """At most `steps` steps through a stack, with its workers' computing seconds."""
-    loop = Loop(
-        client=client,
-        tokenizer=client.get_tokenizer(),
-        seed=0,
-        configuration=Reinforcement(steps=steps),
-    )
-    iterator = loop.steps()
+def through_tandem(stack: Stack, client: tinker.TrainingClient) -> Step:
+    """Loops of one step through a stack, with its workers' computing seconds."""
+    config, tokenizer = replace(REINFORCEMENT, steps=1), client.get_tokenizer()
 
     def step() -> dict[str, float]:
         before = busy_seconds(stack)
-        result = next(iterator)
+        done = train(client, sums(), reward, config, tokenizer=tokenizer, tracked=False)
         spent = {kind: value - before[kind] for kind, value in busy_seconds(stack).items()}
-        return {
-            "sample": result.seconds_sample,
-            "train": result.seconds_train,
-            "sync": result.seconds_sync,
-            "seconds": result.seconds,
-            **spent,
+        seconds = done.steps[0].seconds
+        times = {
+            "sample": seconds["waiting"],
+            "train": seconds["training"],
+            "sync": seconds["sync"],
         }
+        return {**times, "seconds": sum(times.values()), **spent}
 
     return step
 

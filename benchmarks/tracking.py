@@ -13,8 +13,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import psutil
 import tinker
@@ -22,11 +24,10 @@ import tinker
 import tandem
 from benchmarks import record
 from benchmarks.bursts import cpu_seconds
-from tandem.demo.addition import all_problems
-from tandem.demo.configuration import Reinforcement
-from tandem.demo.reinforcement import Loop
+from tandem.demo.addition import REINFORCEMENT, reward, sums
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.own_machine import without_proxies
+from tandem.rl import train
 from tandem.stack import Stack
 from tandem.tracking.run import TrackedRun
 
@@ -34,6 +35,19 @@ MODEL = "bench/tiny"
 ALONE = 30
 """Steps that are only recorded, with nothing beside them."""
 PLAIN, TRACKED = "without", "with"
+
+
+class Later:
+    """A record of loops of one step, in a row."""
+
+    def __init__(self, run: TrackedRun, *, earlier: int) -> None:
+        self._run, self._earlier = run, earlier
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(self._earlier + step, values)
+
+    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, Any]]) -> None:
+        self._run.rollouts(self._earlier + step, rollouts)
 
 
 def measure(
@@ -55,22 +69,19 @@ def measure(
         ):
             client = service.create_lora_training_client(f"{MODEL}:full").result()
             order = [PLAIN, TRACKED, TRACKED, PLAIN] * rounds
-            loop = Loop(
-                client=client,
-                tokenizer=client.get_tokenizer(),
-                seed=0,
-                # Without learning, all steps are equally long.
-                configuration=Reinforcement(
-                    steps=len(order) + 2, samples=samples, learning_rate=0.0
-                ),
-            )
-            steps = loop.steps()
+            # Without learning, all steps are equally long.
+            config = replace(REINFORCEMENT, steps=1, group_size=samples, learning_rate=0.0)
+            tokenizer = client.get_tokenizer()
             processes = [psutil.Process(os.getpid()), psutil.Process(endpoint.pid)]
             with tandem.track(client, name="bench-tracking") as run:
                 for number, way in enumerate([TRACKED, PLAIN, *order]):
-                    loop.tracked = run if way == TRACKED else None
+                    tracked: Later | Literal[False] = False
+                    if way == TRACKED:
+                        tracked = Later(run, earlier=number)
                     cpu, began = sum(map(cpu_seconds, processes)), time.perf_counter()
-                    result = next(steps)
+                    done = train(
+                        client, sums(), reward, config, tokenizer=tokenizer, tracked=tracked
+                    )
                     stepped = time.perf_counter()
                     assert run.flush()
                     sent = time.perf_counter()
@@ -78,8 +89,8 @@ def measure(
                         "step": stepped - began,
                         "sent": sent - began,
                         "cpu": sum(map(cpu_seconds, processes)) - cpu,
-                        "sample": result.seconds_sample,
-                        "train": result.seconds_train,
+                        "sample": done.steps[0].seconds["waiting"],
+                        "train": done.steps[0].seconds["training"],
                     }
                     if number > 1:
                         found[way].append(row)
@@ -95,7 +106,7 @@ def record_alone(
     """Return seconds per step: of the loop's calls, and of the processors of client and gateway."""
     rollout = {"prompt": "1+2=", "answer": "3", "expected": "3", "reward": 1.0, "advantage": 0.1}
     rollout |= {"tokens": [4, 5, 6, 7], "logprobs": [-0.25, -0.5, -0.75, -1.5]}
-    rollouts = [rollout] * (samples * len(all_problems()))
+    rollouts = [rollout] * (samples * len(sums()))
     before, in_loop = [cpu_seconds(each) for each in processes], 0.0
     for step in range(1_000, 1_000 + ALONE):
         began = time.perf_counter()
@@ -134,7 +145,7 @@ def compare(found: dict[str, list[dict[str, float]]]) -> list[dict[str, object]]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="tracking", description=__doc__)
     parser.add_argument("--rounds", type=int, default=8, help="of four steps each")
-    parser.add_argument("--samples", type=int, default=Reinforcement().samples)
+    parser.add_argument("--samples", type=int, default=REINFORCEMENT.group_size)
     arguments = parser.parse_args()
     load = os.getloadavg()
     steps, alone = measure(rounds=arguments.rounds, samples=arguments.samples)

@@ -39,7 +39,7 @@ from tinker import types
 
 from benchmarks import record
 from tandem.cli.checkpoints import export
-from tandem.demo.addition import MAX_ANSWER_TOKENS, all_problems, imperfect_label
+from tandem.demo.addition import MAX_ANSWER_TOKENS, imperfect, sums
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.rl import Evaluation, Example, RLConfig, SFTConfig, sft, train
 from tandem.stack import Stack
@@ -134,10 +134,7 @@ def connected(folder: Path, model: Path) -> Iterator[tinker.ServiceClient]:
 def warm_up(folder: Path, *, steps: int, target: Path) -> float:
     """Train the demo's imperfect examples, and write the weights as a Hugging Face folder. Returns
     the loss of the last step."""
-    rng = random.Random(0)
-    problems = all_problems()
-    chosen = [rng.choice(problems) for _ in range(64 * steps)]
-    rows = [Example(each.prompt, {"answer": imperfect_label(each, rng)}) for each in chosen]
+    rows = imperfect(64 * steps, seed=0)
     write_tiny_model(folder / "random", seed=0)
     with connected(folder, folder / "random") as service:
         training = service.create_lora_training_client(f"{MODEL}:full").result(TIMEOUT)
@@ -152,7 +149,7 @@ def task_of(asked: argparse.Namespace, seed: int, model: Path) -> dict[str, Any]
     """The same for both sides. The prompts are in the order of the steps: all problems, again and
     again, in another order each."""
     rng = random.Random(seed)
-    problems = all_problems()
+    problems = sums()
     count = asked.steps * asked.groups
     order: list[Any] = []
     while len(order) < count:
@@ -169,10 +166,10 @@ def task_of(asked: argparse.Namespace, seed: int, model: Path) -> dict[str, Any]
         "eps": EPS,
         "clip_norm": 1.0,
         "prompts": [problem.prompt for problem in order[:count]],
-        "answers": [problem.answer for problem in order[:count]],
+        "answers": [problem.data["answer"] for problem in order[:count]],
         "evaluation": {
             "prompts": [problem.prompt for problem in problems],
-            "answers": [problem.answer for problem in problems],
+            "answers": [problem.data["answer"] for problem in problems],
         },
     }
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from tandem.agent.host import this_host
 from tandem.cli.context import err, out, read_settings, resolve_data_dir
 from tandem.cli.up import interrupt
-from tandem.demo.configuration import DemoConfiguration, Reinforcement
+from tandem.demo.configuration import ChosenObjective, DemoConfiguration
 from tandem.stack import Endpoint
 from tandem.stack.host_summary import usual_ranks
-
-LOSS_OF = {"reward": "importance_sampling", "grpo": "ppo"}
-"""Negative advantages need the clipped ratio. Without it, a step's 48 updates reduce the
-probabilities of bad answers without bound."""
 
 
 def demo(
@@ -30,10 +26,9 @@ def demo(
         int | None,
         typer.Option(min=1, max=64, help="Trainer processes. Default: 1 on a GPU, 2 without."),
     ] = None,
-    algorithm: Annotated[
-        Literal["reward", "grpo"],
-        typer.Option(help="Advantages: reward, or grpo (with the clipped loss, ppo)."),
-    ] = "reward",
+    objective: Annotated[
+        ChosenObjective, typer.Option(help="How the loop learns from groups of answers.")
+    ] = "reinforce",
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
@@ -70,7 +65,7 @@ def demo(
         ranks=None if endpoint else ranks or usual_ranks(read_settings(), this_host()),
         save=save,
         endpoint=endpoint,
-        reinforcement=Reinforcement(algorithm=algorithm, loss=LOSS_OF[algorithm]),
+        objective=objective,
     )
     signal.signal(signal.SIGTERM, interrupt)
     try:

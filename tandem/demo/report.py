@@ -4,18 +4,53 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
 from rich.console import Console
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tandem.demo.reinforcement import StepResult
+from tandem.rl.report import StepReport, Tracked
 
-_COLUMNS = ("step", "reward", "loss", "tokens/s", "sample s", "train s", "sync s", "staleness")
+_COLUMNS = ("step", "reward", "loss", "tokens/s", "sample s", "train s", "sync s")
+
+
+class StepRow(TypedDict):
+    """A step in the table and in `metrics.jsonl`. `loss` is that of the last optimizer step. The
+    publication of `seconds_sync` is the one before the step."""
+
+    step: int
+    reward_mean: float
+    loss: float
+    tokens_per_second: float
+    seconds_sample: float
+    seconds_train: float
+    seconds_sync: float
+    learning_rate: float
+    objective: str
+    weight_version: str
+
+
+def row_of(
+    report: StepReport, *, learning_rate: float, objective: str, weight_version: str
+) -> StepRow:
+    """Describe a step that sampled from `weight_version`."""
+    seconds = report.seconds
+    return {
+        "step": report.step,
+        "reward_mean": report.reward,
+        "loss": report.metrics["loss:sum"],
+        "tokens_per_second": report.tokens / seconds["waiting"],
+        "seconds_sample": seconds["waiting"],
+        "seconds_train": seconds["training"],
+        "seconds_sync": seconds["sync"],
+        "learning_rate": learning_rate,
+        "objective": objective,
+        "weight_version": weight_version,
+    }
 
 
 class LiveTable:
@@ -41,16 +76,15 @@ class LiveTable:
         if self._console.is_terminal:
             self._live.stop()
 
-    def add_step(self, result: StepResult) -> None:
+    def add_step(self, row: StepRow) -> None:
         cells = (
-            str(result.step),
-            f"{result.reward_mean:.4f}",
-            f"{result.loss:+.4f}",
-            f"{result.tokens_per_second:,.0f}",
-            f"{result.seconds_sample:.2f}",
-            f"{result.seconds_train:.2f}",
-            f"{result.seconds_sync:.3f}",
-            f"{result.staleness:.1f}",
+            str(row["step"]),
+            f"{row['reward_mean']:.4f}",
+            f"{row['loss']:+.4f}",
+            f"{row['tokens_per_second']:,.0f}",
+            f"{row['seconds_sample']:.2f}",
+            f"{row['seconds_train']:.2f}",
+            f"{row['seconds_sync']:.3f}",
         )
         if self._console.is_terminal:
             self._table.add_row(*cells)
@@ -63,10 +97,11 @@ class LiveTable:
 
 
 class WarmUpProgress:
-    """A bar on a terminal, elsewhere a line per tenth of the steps."""
+    """A bar on a terminal, elsewhere a line per tenth of the steps. `record` gets all numbers."""
 
-    def __init__(self, *, console: Console, steps: int) -> None:
+    def __init__(self, *, console: Console, steps: int, record: Tracked) -> None:
         self._console = console
+        self._record = record
         self._steps = steps
         self._started = time.monotonic()
         self._bar = Progress(
@@ -86,7 +121,9 @@ class WarmUpProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
-    def update(self, step: int, loss: float) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._record.log(step, values)
+        loss = values["loss"]
         self._bar.update(self._task, completed=step, loss=loss)
         tenth_before = (step - 1) * 10 // self._steps
         if not self._console.is_terminal and step * 10 // self._steps > tenth_before:
@@ -96,6 +133,9 @@ class WarmUpProgress:
                 f"{seconds:.0f} s",
                 soft_wrap=True,
             )
+
+    def rollouts(self, step: int, rollouts: Sequence[Mapping[str, object]]) -> None:
+        """Supervised training has none."""
 
 
 class RunDirectory:
@@ -111,9 +151,9 @@ class RunDirectory:
     def write_json(self, name: str, content: object) -> None:
         (self.path / name).write_text(json.dumps(content, indent=1, default=str))
 
-    def add_step(self, result: StepResult, **more: object) -> None:
+    def add_step(self, row: StepRow) -> None:
         with self._metrics.open("a") as file:
-            file.write(json.dumps(asdict(result) | more) + "\n")
+            file.write(json.dumps(row) + "\n")
 
     def draw_rewards(self, rewards: Sequence[float], *, title: str) -> None:
         """Plot the mean reward against the step, as `reward.png`."""

@@ -9,6 +9,7 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -18,13 +19,21 @@ from rich.markup import escape
 
 from tandem import __version__, track
 from tandem.agent.host import this_host
-from tandem.demo.configuration import DemoConfiguration, Reinforcement, WarmUp
-from tandem.demo.reinforcement import Loop, StepResult
-from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress
-from tandem.demo.tiny_model import EOS, TinyShape, write_layout, write_tiny_model
-from tandem.demo.warm_up import warm_up
+from tandem.demo.addition import (
+    REINFORCEMENT,
+    WARM_UP,
+    WARM_UP_STEPS,
+    imperfect,
+    reward,
+    sums,
+)
+from tandem.demo.configuration import DemoConfiguration
+from tandem.demo.report import LiveTable, RunDirectory, WarmUpProgress, row_of
+from tandem.demo.tiny_model import TinyShape, write_layout, write_tiny_model
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.own_machine import is_own_machine, without_proxies
+from tandem.rl import Evaluation, Example, LoopResult, sft, train
+from tandem.rl.report import StepReport
 from tandem.settings.gateway import GatewaySettings
 from tandem.stack import Endpoint, Stack
 from tandem.stack.host_summary import describe_found
@@ -36,6 +45,7 @@ if TYPE_CHECKING:
 
 Status = dict[str, list[dict[str, str]]]
 
+_SHOWN = ("0+1=", "3+7=", "5+5=", "6+8=", "9+9=")
 _WARM_UPS = "warm-ups.json"
 _PATIENCE = 120.0
 
@@ -58,7 +68,16 @@ class _Demo:
         self._ready = self._warmed_up = 0.0
         self._ranks = 0
         self._directory = RunDirectory(configuration.out)
-        self._directory.write_json("config.json", configuration.model_dump(mode="json"))
+        seed = configuration.seed
+        self._warm_up_config = replace(WARM_UP, seed=seed)
+        self._config = replace(REINFORCEMENT, seed=seed, objective=configuration.objective)
+        self._loops = {
+            "warm-up": self._warm_up_config.to_record(total_steps=WARM_UP_STEPS),
+            "reinforcement": self._config.to_record(total_steps=self._config.steps),
+        }
+        self._directory.write_json(
+            "config.json", configuration.model_dump(mode="json") | self._loops
+        )
 
     def run(self) -> dict[str, object]:
         configuration, console = self._configuration, self._console
@@ -67,23 +86,17 @@ class _Demo:
             _service(self._endpoint) as self._service,
         ):
             client, reused = self._prepare()
-            with self._track(client, "reinforcement", configuration.reinforcement) as tracked:
-                loop = Loop(
-                    client=client,
-                    tokenizer=_tokenizer(client, configuration),
-                    seed=configuration.seed,
-                    configuration=configuration.reinforcement,
-                    tracked=tracked,
-                )
-                results = self._train(loop)
-                greedy = self._evaluate(loop)
-                tracked.log(len(results), {"greedy": greedy})
-            saved = loop.save(configuration.save) if configuration.save else None
+            result = self._learn(client)
+            saved = None
+            if name := configuration.save:
+                saved = str(client.save_weights_for_sampler(name).result().path)
         total = time.monotonic() - self._started
-        algorithm, seed = configuration.reinforcement.algorithm, configuration.seed
+        objective, seed = configuration.objective, configuration.seed
+        rewards = [step.reward for step in result.steps]
+        greedy = result.evaluations[-1].reward
         summary: dict[str, object] = {
-            "reward_first": results[0].reward_mean,
-            "reward_last": results[-1].reward_mean,
+            "reward_first": rewards[0],
+            "reward_last": rewards[-1],
             "greedy": greedy,
             "saved": saved,
             "seconds_total": round(total, 2),
@@ -92,18 +105,15 @@ class _Demo:
             "warm_up_reused": reused,
             "seed": seed,
             "ranks": self._ranks,
-            "algorithm": algorithm,
+            "objective": objective,
             "versions": versions(),
         }
-        self._directory.draw_rewards(
-            [result.reward_mean for result in results],
-            title=f"One-digit addition, {algorithm}, seed {seed}",
-        )
+        self._directory.draw_rewards(rewards, title=f"One-digit addition, {objective}, seed {seed}")
         self._directory.write_json("summary.json", summary)
         if saved is not None:
             self._say(f"The trained weights are kept as {saved}")
         console.print(
-            f"Mean reward {results[0].reward_mean:.3f} → [bold]{results[-1].reward_mean:.4f}[/], "
+            f"Mean reward {rewards[0]:.3f} → [bold]{rewards[-1]:.4f}[/], "
             f"greedy {greedy:.2f}, in {total:.0f} s (stack ready after {self._ready:.0f} s). "
             f"Everything that it started is stopped.\nChart, metrics and configuration: "
             f"[bold]{escape(str(configuration.out))}[/]",
@@ -130,15 +140,11 @@ class _Demo:
             self._note_ready(client)
         return client, reused
 
-    def _track(
-        self, client: tinker.TrainingClient, part: str, chosen: WarmUp | Reinforcement
-    ) -> TrackedRun:
+    def _track(self, client: tinker.TrainingClient, part: str) -> TrackedRun:
         """Name a run of the demo, and say where its page is."""
-        seed = self._configuration.seed
-        config = {"total_steps": chosen.steps, "seed": seed, **chosen.model_dump(exclude={"steps"})}
-        tracked = track(
-            client, name=f"demo {part}, seed {seed}", tags=["demo", part], config=config
-        )
+        name = f"demo {part}, seed {self._configuration.seed}"
+        config = self._loops[part]
+        tracked = track(client, name=name, tags=["demo", part], config=config)
         with self._endpoint.client() as http:
             page = http.get(tracked.url)
         if page.headers.get("Content-Type", "").startswith("text/html") and page.is_success:
@@ -167,24 +173,14 @@ class _Demo:
         client = self._service.create_lora_training_client(model).result()
         self._note_ready(client)
         tokenizer = _tokenizer(client, configuration)
+        config = self._warm_up_config
+        examples = imperfect(WARM_UP_STEPS * config.batch_size, seed=config.seed)
         started = time.monotonic()
         with (
-            self._track(client, "warm-up", configuration.warm_up) as tracked,
-            WarmUpProgress(console=self._console, steps=configuration.warm_up.steps) as progress,
+            self._track(client, "warm-up") as record,
+            WarmUpProgress(console=self._console, steps=WARM_UP_STEPS, record=record) as progress,
         ):
-
-            def note(step: int, loss: float) -> None:
-                progress.update(step, loss)
-                tracked.log(step, {"loss": loss})
-
-            warm_up(
-                client,
-                tokenizer,
-                eos=tokenizer.convert_tokens_to_ids(EOS),
-                seed=configuration.seed,
-                configuration=configuration.warm_up,
-                progress=note,
-            )
+            sft(client, examples, config, tokenizer=tokenizer, tracked=progress)
         path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
         self._warmed_up = time.monotonic() - started
         self._say(f"Warm-up took {self._warmed_up:.0f} s and is kept as {path}")
@@ -201,41 +197,62 @@ class _Demo:
             f"The trainer is ready after {self._ready:.1f} s, with {self._ranks} rank{plural}."
         )
 
-    def _train(self, loop: Loop) -> list[StepResult]:
-        job = self._configuration.reinforcement
+    def _learn(self, client: tinker.TrainingClient) -> LoopResult:
+        """Train by reinforcement, and store each step and the greedy answers at the end."""
+        config, directory = self._config, self._directory
         title = (
-            f"Reinforcement learning: {job.algorithm} advantages, {job.loss}, "
-            f"{job.minibatches * job.epochs} updates a step"
+            f"Reinforcement learning: {config.objective}, "
+            f"{config.substeps * config.epochs} updates a step"
         )
-        results = []
-        with (
-            LiveTable(console=self._console, title=title) as table,
-            self._endpoint.client() as client,
-        ):
-            sampled_from = newest_version(_status(client))
-            for result in loop.steps():
-                table.add_step(result)
-                self._directory.add_step(
-                    result, algorithm=job.algorithm, weight_version=sampled_from
-                )
-                results.append(result)
-                sampled_from = newest_version(_status(client))
-        return results
+        answers: dict[str, str] = {}
 
-    def _evaluate(self, loop: Loop) -> float:
-        """Answer all problems greedily and store the answers. Returns the share of right ones."""
-        answers = [group[0] for group in loop.sample(samples=1, temperature=0.0, round_=0)]
-        prompts = [loop.text(rollout.prompt) for rollout in answers]
-        self._directory.write_json(
+        async def noted_reward(example: Example, answer: str) -> float:
+            answers[str(example.prompt)] = answer  # the evaluation's, which is last, stays
+            return await reward(example, answer)
+
+        with (
+            self._track(client, "reinforcement") as record,
+            LiveTable(console=self._console, title=title) as table,
+            self._endpoint.client() as http,
+        ):
+
+            def show(report: StepReport) -> None:
+                """The newest version is the one of the step's samples."""
+                row = row_of(
+                    report,
+                    learning_rate=config.rate_of(report.step, last=config.steps),
+                    objective=config.objective,
+                    weight_version=_weight_version(_status(http), run=client.model_id),
+                )
+                table.add_step(row)
+                directory.add_step(row)
+
+            result = train(
+                client,
+                sums(),
+                noted_reward,
+                config,
+                tokenizer=_tokenizer(client, self._configuration),
+                evaluation=Evaluation(dataset=sums()),
+                tracked=record,
+                on_step=show,
+            )
+        if failure := result.evaluations[-1].failure:
+            raise RuntimeError(f"the greedy answers failed: {failure}")
+        directory.write_json(
             "answers.json",
             [
-                {"prompt": prompt, "answer": rollout.text, "reward": rollout.reward}
-                for prompt, rollout in zip(prompts, answers, strict=True)
+                {
+                    "prompt": each.prompt,
+                    "answer": answers[str(each.prompt)],
+                    "reward": float(answers[str(each.prompt)] == each.data["answer"]),
+                }
+                for each in sums()
             ],
         )
-        shown = [f"{prompts[index]}{answers[index].text}" for index in (1, 37, 55, 68, 99)]
-        self._say(f"Greedy answers of the trained policy: {', '.join(shown)}")
-        return sum(rollout.reward for rollout in answers) / len(answers)
+        shown = ", ".join(f"{prompt}{answers[prompt]}" for prompt in _SHOWN)
+        self._say(f"Greedy answers of the trained policy: {shown}")
+        return result
 
 
 @contextmanager
@@ -325,9 +342,8 @@ def _status(client: httpx.Client) -> Status:
         time.sleep(0.5)
 
 
-def newest_version(status: Status) -> str:
-    versions_ = [run["weight_version"] for run in status["runs"] if run["state"] == "ready"]
-    return versions_[-1] if versions_ else ""
+def _weight_version(status: Status, *, run: str) -> str:
+    return next((each["weight_version"] for each in status["runs"] if each["id"] == run), "")
 
 
 def versions() -> dict[str, str]:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from tandem.rl.schedule import linear_decay
+
+if TYPE_CHECKING:
+    from tinker import types
 
 RewardFailure = Literal["drop", "error", "zero"]
 
@@ -16,13 +19,16 @@ RewardFailure = Literal["drop", "error", "zero"]
 class LoopConfig:
     """The settings that all loops share.
 
-    The learning rate falls linearly to its share `final_learning_rate` in the last step.
+    The learning rate rises linearly in `warmup_steps` steps. Then it falls linearly to its share
+    `final_learning_rate` in the last step. `betas` are those of Adam.
     `evaluate_every` and `save_every` are in steps. With 0, only the last step counts. `out` is a
     folder for the state: a loop with the same folder continues. `name`, `tags` and all settings go
     to the run's record."""
 
     learning_rate: float
     final_learning_rate: float = 1.0
+    warmup_steps: int = 0
+    betas: tuple[float, float] = (0.9, 0.95)
     grad_clip_norm: float = 0.0
     evaluate_every: int = 0
     save_every: int = 0
@@ -39,7 +45,23 @@ class LoopConfig:
     def rate_of(self, step: int, *, last: int) -> float:
         """Return the learning rate of a step 1, 2, …, `last`."""
         return linear_decay(
-            step=step, steps=last, peak=self.learning_rate, final=self.final_learning_rate
+            step=step,
+            steps=last,
+            peak=self.learning_rate,
+            final=self.final_learning_rate,
+            warmup=self.warmup_steps,
+        )
+
+    def adam_of(self, step: int, *, last: int) -> types.AdamParams:
+        """Return the optimizer's settings of a step 1, 2, …, `last`."""
+        from tinker import types
+
+        beta1, beta2 = self.betas
+        return types.AdamParams(
+            learning_rate=self.rate_of(step, last=last),
+            beta1=beta1,
+            beta2=beta2,
+            grad_clip_norm=self.grad_clip_norm,
         )
 
     def is_due(self, every: int, *, step: int, last: int) -> bool:
@@ -63,7 +85,7 @@ class RLConfig(LoopConfig):
     """Settings of `tandem.rl.train`. Times are in seconds.
 
     `steps` batches, each of `groups_per_step` examples with `group_size` rollouts. A batch makes
-    `substeps` optimizer steps, each with a part of its groups, and does so `epochs` times.
+    `substeps` optimizer steps, each with a part of its rollouts, and does so `epochs` times.
     `objective` names an entry of `tandem.rl.objectives.OBJECTIVES`, and `objective_options` are its
     settings. `off_by` 0 is the synchronous loop. With k, a trained token is at most k batches old.
     `in_flight` continues running answers with new weights. `max_concurrency` bounds rollouts under
@@ -93,10 +115,10 @@ class RLConfig(LoopConfig):
         super().__post_init__()
         self._check_counts("steps", "groups_per_step", "group_size")
         self._check_counts("max_tokens", "substeps", "epochs", "max_concurrency")
-        if self.substeps > self.groups_per_step:
+        rollouts = self.groups_per_step * self.group_size
+        if self.substeps > rollouts:
             raise ValueError(
-                f"substeps is {self.substeps}; each needs a group, and groups_per_step is "
-                f"{self.groups_per_step}"
+                f"substeps is {self.substeps}; each needs a rollout, and a step has {rollouts}"
             )
         if self.off_by < 0:
             raise ValueError(f"off_by is {self.off_by}; 0 is synchronous, k > 0 asynchronous")

@@ -229,20 +229,19 @@ class _Loop:
     async def _train(self, batch: list[Group]) -> dict[str, float]:
         """Make the optimizer steps of a batch. Returns the metrics of the last one."""
         config, policy, chosen = self._config, self._policy, self._objective
-        rate = config.rate_of(self._step + 1, last=config.steps)
+        adam = config.adam_of(self._step + 1, last=config.steps)
         data: dict[int, list[types.Datum]] = {}
         pending: deque[asyncio.Task[Mapping[str, float]]] = deque()
         self._trained_at = policy.step
-        for part in self._parts(min(config.substeps, len(batch))):
+        parts = min(config.substeps, sum(len(group.rollouts) for group in batch))
+        for part in self._parts(parts):
             if part not in data:
                 data[part] = await chosen.data(
-                    batch[part :: config.substeps], reference=self._reference
+                    batch, reference=self._reference, part=part, parts=parts
                 )
             if len(pending) == _AHEAD:
                 await pending.popleft()
-            update = policy.train(
-                data[part], chosen.loss, chosen.settings, rate, config.grad_clip_norm
-            )
+            update = policy.train(data[part], chosen.loss, chosen.settings, adam)
             pending.append(self._tasks.create_task(update))
             await asyncio.sleep(0)  # its requests are sent before later ones
         return dict([await each for each in pending][-1])

@@ -143,18 +143,24 @@ class Objective:
         return found
 
     async def data(
-        self, groups: Sequence[Group], *, reference: Reference | None = None
+        self,
+        groups: Sequence[Group],
+        *,
+        reference: Reference | None = None,
+        part: int = 0,
+        parts: int = 1,
     ) -> list[types.Datum]:
-        """Return a datum for each rollout, in order.
+        """Return a datum for each rollout, in order. Of several `parts`, each has every `parts`-th
+        rollout, so answers to many examples. Advantages are those of whole groups.
 
         Its inputs are `target_tokens`, `logprobs`, `advantages` and `mask`, which is 0 for tokens
         of prompts and environments. With the setting `max_staleness`, the trainer leaves out older
         datums by their `weight_step`. Raises `ValueError` without a needed reference."""
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        rollouts = [rollout for group in groups for rollout in group.rollouts][part::parts]
         rows = [
             _Row.of(rollout, masked=self._masks(rollout)) async for rollout in _in_turns(rollouts)
         ]
-        flat = [float(value) for group in groups for value in self.advantages(group)]
+        flat = [float(value) for group in groups for value in self.advantages(group)][part::parts]
         values = [np.where(row.mask > 0, each, 0.0) for row, each in zip(rows, flat, strict=True)]
         extra: list[dict[str, Floats | Integers]] = [{} for _ in rows]
         if "max_staleness" in self.settings:

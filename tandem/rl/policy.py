@@ -64,8 +64,7 @@ class Policy(RolloutSampler, Protocol):
         data: Sequence[tinker.Datum],
         loss: str,
         settings: Mapping[str, float | str],
-        learning_rate: float,
-        grad_clip_norm: float,
+        adam: tinker.AdamParams,
     ) -> Mapping[str, float]:
         """Make one optimizer step, after earlier calls. Returns the server's metrics."""
         ...
@@ -118,11 +117,8 @@ class TinkerPolicy:
         data: Sequence[tinker.Datum],
         loss: str,
         settings: Mapping[str, float | str],
-        learning_rate: float,
-        grad_clip_norm: float,
+        adam: tinker.AdamParams,
     ) -> Mapping[str, float]:
-        import tinker
-
         inputs = data[0].loss_fn_inputs
         async with self._sending:  # in the order of the calls
             if "mask" in inputs and await self._find_server() is None:
@@ -132,9 +128,7 @@ class TinkerPolicy:
                 data = [_with_earlier_steps(datum, earlier) for datum in data]
             # Both are sent before either is awaited, so that the trainer makes no pause.
             computed = self.training.forward_backward(list(data), loss, dict(settings) or None)
-            stepped = self.training.optim_step(
-                tinker.AdamParams(learning_rate=learning_rate, grad_clip_norm=grad_clip_norm)
-            )
+            stepped = self.training.optim_step(adam)
         metrics = dict((await computed).metrics)
         metrics.update((await stepped).metrics or {})
         self.step += 1

@@ -157,11 +157,9 @@ class _Fit:
     async def _start(self, step: int) -> None:
         config = self._config
         data = await self._task.data(config.rows_of(step - 1, len(self._task)))
-        rate = config.rate_of(step, last=self._total)
+        adam = config.adam_of(step, last=self._total)
         task = asyncio.create_task(
-            self._policy.train(
-                data, self._task.loss, self._task.settings, rate, config.grad_clip_norm
-            )
+            self._policy.train(data, self._task.loss, self._task.settings, adam)
         )
         self._pending.append((step, task))
         await asyncio.sleep(0)  # its requests are sent before later ones

@@ -4,7 +4,6 @@ The policies begin as the demo's: warmed up on imperfect answers, right about ha
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,7 +11,7 @@ from dataclasses import replace
 import pytest
 import tinker
 
-from tandem.demo.addition import all_problems, imperfect_label
+from tandem.demo.addition import imperfect, sums
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.rl import (
     OBJECTIVES,
@@ -36,7 +35,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 MODEL = "test/addition"
 SEEDS = range(3)
-SUMS = [Example(each.prompt, {"answer": each.answer}) for each in all_problems()]
+SUMS = sums()
 CONFIG = RLConfig(
     steps=12,
     groups_per_step=100,
@@ -73,15 +72,9 @@ def stack(tmp_path_factory) -> Iterator[TestStack]:
 @pytest.fixture(scope="module")
 def warm(stack: TestStack) -> str:
     """The path of a policy that is right about half of the time."""
-    rng = random.Random(0)
-    problems = all_problems()
-    examples = [
-        Example(each.prompt, {"answer": imperfect_label(each, rng)})
-        for each in (rng.choice(problems) for _ in range(6400))
-    ]
     with stack.service() as service:
         training = service.create_lora_training_client(f"{MODEL}:full").result()
-        done = sft(training, examples, WARM_UP, tracked=False)
+        done = sft(training, imperfect(6400, seed=0), WARM_UP, tracked=False)
         print(f"warm-up: loss {done.steps[0]['loss']:.2f} to {done.steps[-1]['loss']:.2f}")
         return str(training.save_state("warm").result().path)
 

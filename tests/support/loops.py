@@ -119,12 +119,12 @@ class FakePolicy:
     def seconds_of_sample(self, prompt: Sequence[int], seed: int | None) -> float:
         return self.seconds["sampling"]
 
-    async def train(self, data, loss, settings, learning_rate, grad_clip_norm):
+    async def train(self, data, loss, settings, adam):
         async with self._trainer:
             await asyncio.sleep(self.seconds["training"])
         self.trained_at.append(asyncio.get_running_loop().time())
         rows = [datum.model_input.to_ints() for datum in data]
-        content = json.dumps([self.state.digest, rows, learning_rate])
+        content = json.dumps([self.state.digest, rows, adam.learning_rate])
         digest = hashlib.sha256(content.encode()).hexdigest()
         self.state = FakeState(
             step=self.state.step + 1,

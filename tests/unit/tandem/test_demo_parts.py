@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import random
+import asyncio
 from collections import Counter
 from io import StringIO
 from pathlib import Path
@@ -11,9 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
-from tandem.demo.addition import REFUSAL, Problem, all_problems, imperfect_label, reward
+from tandem.demo.addition import MAX_ANSWER_TOKENS, REFUSAL, imperfect, reward, sums
 from tandem.demo.configuration import DemoConfiguration
-from tandem.demo.data import ScoredAnswer, policy_datum, supervised_datum
 from tandem.demo.report import WarmUpProgress
 from tandem.demo.tiny_model import EOS, write_tiny_model
 from tandem.stack import Endpoint
@@ -50,43 +49,25 @@ def test_the_tokenizer_reads_characters_and_writes_them_back(model: Path) -> Non
 
 
 def test_only_the_right_digits_followed_by_the_end_are_rewarded() -> None:
-    problem = Problem(8, 9)
-    assert problem.prompt == "8+9="
-    assert reward(problem, text="17", ended=True) == 1.0
-    assert reward(problem, text="17", ended=False) == 0.0
-    assert reward(problem, text="17 ", ended=True) == 0.0
-    assert reward(problem, text=REFUSAL, ended=True) == 0.0
+    example = sums()[89]
+    assert example.prompt == "8+9="
+    answers = {"17": 1.0, "17 ": 0.0, "1700": 0.0, REFUSAL: 0.0}
+    assert {each: asyncio.run(reward(example, each)) for each in answers} == answers
+    longest = max(len(str(each.data["answer"])) for each in sums())
+    assert longest < MAX_ANSWER_TOKENS, "an answer without an end is longer than a right one"
 
 
 def test_half_of_the_labels_are_right_and_a_quarter_refuses() -> None:
-    rng = random.Random(0)
+    right = {each.prompt: str(each.data["answer"]) for each in sums()}
     kinds: Counter[str] = Counter()
-    for _ in range(100):
-        for problem in all_problems():
-            label = imperfect_label(problem, rng)
-            kind = {problem.answer: "right", REFUSAL: "refusal"}.get(label, "off by one")
-            kinds[kind] += 1
-            if kind == "off by one":
-                assert abs(int(label) - problem.left - problem.right) == 1
+    for example in imperfect(10_000, seed=0):
+        label, answer = str(example.data["answer"]), right[example.prompt]
+        kind = {answer: "right", REFUSAL: "refusal"}.get(label, "off by one")
+        kinds[kind] += 1
+        if kind == "off by one":
+            assert abs(int(label) - int(answer)) == 1
     assert kinds["right"] / 10_000 == pytest.approx(0.5, abs=0.02)
     assert kinds["refusal"] / 10_000 == pytest.approx(0.25, abs=0.02)
-
-
-def test_a_supervised_datum_weighs_the_label_alone() -> None:
-    datum = supervised_datum([10, 11, 12], [13, 1], weight=0.5)
-    assert datum.model_input.to_ints() == [10, 11, 12, 13]
-    assert list(datum.loss_fn_inputs["target_tokens"].data) == [11, 12, 13, 1]
-    assert list(datum.loss_fn_inputs["weights"].data) == [0, 0, 0.5, 0.5]
-
-
-def test_a_policy_datum_puts_logprobs_and_advantage_on_the_sampled_tokens() -> None:
-    rollout = ScoredAnswer(
-        prompt=[10, 11], tokens=[12, 1], logprobs=[-0.5, -0.25], text="x", reward=1
-    )
-    inputs = policy_datum(rollout, advantage=2.0).loss_fn_inputs
-    assert list(inputs["target_tokens"].data) == [11, 12, 1]
-    assert list(inputs["logprobs"].data) == [0, -0.5, -0.25]
-    assert list(inputs["advantages"].data) == [0, 2, 2]
 
 
 def test_the_warm_up_is_named_by_what_decides_it(tmp_path: Path) -> None:
@@ -97,16 +78,27 @@ def test_the_warm_up_is_named_by_what_decides_it(tmp_path: Path) -> None:
     assert name(seed=1) != name(seed=2)
 
 
+class _Record:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def log(self, step, values):
+        self.steps.append(step)
+
+    def rollouts(self, step, rollouts): ...
+
+
 @pytest.mark.parametrize("steps", [7, 250])
 def test_without_a_terminal_the_warm_up_says_now_and_then_how_far_it_is(steps: int) -> None:
-    said = StringIO()
-    with WarmUpProgress(console=Console(file=said), steps=steps) as progress:
+    said, record = StringIO(), _Record()
+    with WarmUpProgress(console=Console(file=said), steps=steps, record=record) as progress:
         for step in range(1, steps + 1):
-            progress.update(step, 1.5)
+            progress.log(step, {"loss": 1.5})
     lines = [line for line in said.getvalue().splitlines() if line]
     assert len(lines) == min(steps, 10)
     assert f"{steps} of {steps} steps, loss 1.500" in lines[-1]
     assert "\x1b" not in said.getvalue()
+    assert record.steps == list(range(1, steps + 1))
 
 
 def test_the_key_of_a_gateway_that_runs_elsewhere_is_kept_nowhere(tmp_path: Path) -> None:

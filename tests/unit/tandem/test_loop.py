@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from tinker import types
 
 from tandem.rl import Evaluation, Example, train, train_async
 from tandem.rl.environments import Step
@@ -93,17 +94,17 @@ def order_of(*, seed: int) -> list[object]:
 
 
 class _Attentive(FakePolicy):
-    """Keeps the learning rate and the examples of each optimizer step."""
+    """Keeps the settings and the examples of each optimizer step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rates: list[float] = []
-        self.parts: list[frozenset[int]] = []
+        self.adam: list[types.AdamParams] = []
+        self.parts: list[frozenset[tuple[int, ...]]] = []
 
-    async def train(self, data, loss, settings, learning_rate, grad_clip_norm):
-        self.rates.append(learning_rate)
-        self.parts.append(frozenset(datum.model_input.to_ints()[1] for datum in data))
-        return await super().train(data, loss, settings, learning_rate, grad_clip_norm)
+    async def train(self, data, loss, settings, adam):
+        self.adam.append(adam)
+        self.parts.append(frozenset(tuple(datum.model_input.to_ints()) for datum in data))
+        return await super().train(data, loss, settings, adam)
 
 
 @in_virtual_time
@@ -119,7 +120,17 @@ async def test_each_epoch_trains_all_parts_of_a_batch_in_an_order_of_the_seed():
     for batch in (first[:12], first[12:]):
         assert len(set(batch)) == 4
         assert set(batch[:4]) == set(batch[4:8]) == set(batch[8:])
+        assert len(frozenset[tuple[int, ...]]().union(*batch)) == sum(map(len, batch[:4])) == 8
     assert len({tuple(first[start : start + 4]) for start in range(0, 24, 4)}) > 2
+
+
+@in_virtual_time
+async def test_each_substep_trains_answers_to_all_examples_of_its_batch():
+    policy = _Attentive()
+    await run(policy, a_config(steps=2, group_size=3, substeps=3))
+    examples = [{tokens[1] for tokens in part} for part in policy.parts]
+    assert examples[0] == examples[1] == examples[2] != examples[3] == examples[4] == examples[5]
+    assert [len(part) for part in policy.parts] == [4] * 6
 
 
 @in_virtual_time
@@ -127,8 +138,22 @@ async def test_the_learning_rate_falls_with_the_batches_to_its_share():
     constant, falling = _Attentive(), _Attentive()
     await run(constant, a_config(steps=2))
     await run(falling, a_config(steps=3, substeps=2, final_learning_rate=0.5))
-    assert constant.rates == [1e-3] * 2
-    assert falling.rates == pytest.approx([1e-3, 1e-3, 7.5e-4, 7.5e-4, 5e-4, 5e-4])
+    assert _rates(constant) == [1e-3] * 2
+    assert _rates(falling) == pytest.approx([1e-3, 1e-3, 7.5e-4, 7.5e-4, 5e-4, 5e-4])
+
+
+@in_virtual_time
+async def test_each_optimizer_step_has_the_settings_of_the_loop():
+    policy = _Attentive()
+    await run(policy, a_config(steps=2, warmup_steps=1, betas=(0.8, 0.99), grad_clip_norm=0.5))
+    assert _rates(policy) == pytest.approx([5e-4, 1e-3])
+    assert {(each.beta1, each.beta2, each.grad_clip_norm) for each in policy.adam} == {
+        (0.8, 0.99, 0.5)
+    }
+
+
+def _rates(policy: _Attentive) -> list[float]:
+    return [each.learning_rate for each in policy.adam]
 
 
 @in_virtual_time
@@ -589,9 +614,9 @@ def test_a_state_of_another_seed_or_dataset_is_refused(tmp_path):
     run_in_virtual_time(scenario())
 
 
-def test_each_substep_needs_a_group():
-    with pytest.raises(ValueError, match="substeps is 5; each needs a group"):
-        a_config(substeps=5)
+def test_each_substep_needs_a_rollout():
+    with pytest.raises(ValueError, match="substeps is 9; each needs a rollout"):
+        a_config(substeps=9)
 
 
 def test_answers_without_others_to_compare_are_refused_before_sampling():

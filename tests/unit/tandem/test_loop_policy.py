@@ -7,12 +7,15 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from tinker import types
 
 from tandem.rl import Example, objective
 from tandem.rl.policy import SyncTimedOut, TinkerPolicy
 from tandem.rl.rollouts import Group, Rollout, Turn
 from tandem.rl.server import TandemServer
 from tests.support.virtual_time import in_virtual_time, now
+
+ADAM = types.AdamParams()
 
 
 class _Training:
@@ -128,7 +131,7 @@ async def test_the_trainer_gets_the_steps_of_weights_as_it_counts_them(step, sta
     made = replace(objective("distillation", max_staleness=1), reference_weight=0.0)
     data = await made.data([group_of(turn("r1:0"), turn("r2:0"))])
     for _ in range(2):
-        await policy.train(data, "importance_sampling", {"max_staleness": 1.0}, 1e-3, 0.0)
+        await policy.train(data, "importance_sampling", {"max_staleness": 1.0}, ADAM)
         [sent] = training.sent
         old = 2 + earlier
         assert sent.loss_fn_inputs["weight_step"].data == [old] * 3 + [-1] + [old] * 3
@@ -148,8 +151,7 @@ async def test_two_optimizer_steps_are_sent_in_their_order_after_questions_of_th
         for each, tokens in zip(made, (3, 2), strict=True)
     ]
     steps = [
-        asyncio.create_task(policy.train(each, "importance_sampling", {}, 1e-3, 0.0))
-        for each in batches
+        asyncio.create_task(policy.train(each, "importance_sampling", {}, ADAM)) for each in batches
     ]
     await asyncio.gather(*steps)
     assert training.lengths == [3, 2]

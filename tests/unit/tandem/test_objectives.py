@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tinker import types
 
 from tandem.rl.advantages import grpo
 from tandem.rl.objectives import OBJECTIVES, objective
@@ -80,11 +81,22 @@ async def test_a_datum_predicts_each_token_and_learns_from_sampled_ones_alone():
     assert datum.loss_fn_inputs["weight_step"].dtype == "int64"
 
 
+async def test_a_part_has_the_advantages_of_whole_groups_and_a_mean_of_its_own():
+    one = Rollout(turns=[Turn(observation=[1], tokens=[2], logprobs=[-0.1], steps=[0])], reward=1.0)
+    groups = [group(one, replace(one, reward=0.0)), group(one, one)]
+    made = objective("rloo", aggregation="token_mean")
+    whole = [values(each, "advantages") for each in await made.data(groups)]
+    parts = [await made.data(groups, part=part, parts=2) for part in range(2)]
+    assert [[values(each, "advantages") for each in part] for part in parts] == [
+        [[2 * value for value in each] for each in whole[part::2]] for part in range(2)
+    ]
+
+
 async def test_another_tinker_server_gets_no_mask_and_learns_the_same():
     client = TableClient({})
     groups = [client.table.group(np.random.default_rng(0), number) for number in range(4)]
     data = await objective("grpo").data(groups)
-    await TinkerPolicy(client).train(data, "ppo", {}, 0.1, 0.0)
+    await TinkerPolicy(client).train(data, "ppo", {}, types.AdamParams(learning_rate=0.1))
     assert set(client.sent[0].loss_fn_inputs) == {"target_tokens", "logprobs", "advantages"}
     table = Table()
     table.train(data, "ppo", {})

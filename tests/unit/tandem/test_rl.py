@@ -125,14 +125,19 @@ def test_an_unknown_algorithm_is_refused_with_the_known_ones() -> None:
         advantages("ppo2", np.ones((1, 2)))
 
 
-def test_the_rate_falls_linearly_and_the_first_step_is_halved() -> None:
-    rates = [
-        linear_decay(step=step, steps=10, peak=1.0, final=0.1, first=0.5) for step in range(1, 11)
-    ]
-    assert rates[0] == 0.5
-    assert rates[1] == pytest.approx(0.9)
+def test_the_rate_falls_linearly() -> None:
+    rates = [linear_decay(step=step, steps=10, peak=1.0, final=0.1) for step in range(1, 11)]
+    assert rates[0] == 1.0
     assert rates[-1] == pytest.approx(0.1)
-    np.testing.assert_allclose(np.diff(rates[1:]), -0.1)
+    np.testing.assert_allclose(np.diff(rates), -0.1)
+
+
+def test_the_rate_rises_in_equal_parts_during_the_warmup() -> None:
+    rates = [
+        linear_decay(step=step, steps=5, peak=1.0, final=0.5, warmup=2) for step in range(1, 6)
+    ]
+    assert rates == pytest.approx([1 / 3, 2 / 3, 1.0, 0.75, 0.5])
+    assert linear_decay(step=1, steps=1, peak=1.0, final=0.1, warmup=1) == 0.5
 
 
 def test_each_token_is_as_old_as_its_weights() -> None:
