@@ -122,13 +122,13 @@ def measure_training(
 
     from tandem.protocol.worker import LoraSpec, TrainingSpec
     from tandem.settings.workers import TrainerSettings
+    from tandem.weights.layout import BaseModelFiles
     from tests.support.trainer_worker import datum, request
     from trainer_service.backends import World, backend_named
     from trainer_service.batches.validation import BatchLimits, parse, validate
     from trainer_service.compute.control_group import ControlGroup
     from trainer_service.compute.process_group import _parallel
     from trainer_service.compute.trainer import RankTrainer
-    from trainer_service.models.files import BaseModelFiles
 
     chosen = TrainerSettings.model_validate(
         {

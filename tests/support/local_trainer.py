@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights.layout import BaseModelFiles
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, logprobs_of, request
@@ -22,7 +23,6 @@ from trainer_service.batches.validation import Batch, BatchLimits, parse, valida
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import BatchResult, RankTrainer
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations, encode_output
 
 SPEC = LoraSpec(rank=4, seed=5)

@@ -30,6 +30,13 @@ from tandem.weights import (
     checksum_file,
     open_version,
 )
+from tandem.weights.adapter_files import WEIGHTS_NAME, AdapterConfig
+from tandem.weights.card import CARD_NAME, adapter_card
+from tandem.weights.layout import (
+    TensorWriter,
+    copy_small_files,
+    write_index,
+)
 from tandem.weights.model_files import ties_head
 from tandem.weights.model_store import read_record
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
@@ -49,13 +56,6 @@ from trainer_service.checkpoints.storage import (
     storage_error,
 )
 from trainer_service.compute.trainer import RankTrainer
-from trainer_service.lora.adapters import WEIGHTS_NAME, AdapterConfig
-from trainer_service.lora.card import CARD_NAME, adapter_card
-from trainer_service.models.files import (
-    TensorWriter,
-    copy_small_files,
-    write_index,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor

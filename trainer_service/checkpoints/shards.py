@@ -45,10 +45,10 @@ from torch.futures import Future
 
 from tandem.errors import CheckpointDamaged, InvalidRequest, describe
 from tandem.weights import FileEntry
+from tandem.weights.layout import TensorWriter
 from tandem.weights.store import check_own_file, read_again
 from tandem.weights.tensors import STORED_TYPES, StoredTensor, read_header
 from trainer_service.checkpoints.storage import FILE_BYTES, ByteCount, HashedFile, together
-from trainer_service.models.files import TensorWriter
 
 _FILE_TENSORS = 2**16
 """The most tensors of one file, so that its header stays small."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from tandem.errors import InternalError, ServerError, TandemError, describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights.state_record import CheckpointRecord
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.staging import Copy, staging_of
 from trainer_service.checkpoints.storage import storage_error
-from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.trainer import RankTrainer
 
 _NICENESS = 5

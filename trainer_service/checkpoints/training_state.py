@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, ConfigDict, Field
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tandem.errors import CheckpointDamaged, CheckpointMismatch, NameTaken, ServerError, describe
-from tandem.protocol.worker import LoraSpec, TrainingSpec
+from tandem.protocol.worker import LoraSpec
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import FileEntry, checksum_file
+from tandem.weights.state_record import RECORD_NAME, CheckpointRecord
 from tandem.weights.store import (
     check_own_file,
     give_name,
@@ -48,36 +48,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-RECORD_NAME = "checkpoint.json"
 _MOST_STATES = 3
 """The most tensors that an optimizer has for one parameter."""
-
-
-class CheckpointRecord(BaseModel):
-    """`parameters` maps each name to its whole shape. There is no `optimizer` state before the
-    first step.
-
-    `base_model` and `base_fingerprint` identify a LoRA run's base model. A restored trainer keeps
-    the plan `micro_batch_tokens`, because larger micro-batches may have run out of memory."""
-
-    model_config = ConfigDict(frozen=True)
-
-    format: int = 1
-    run_id: str
-    step: int = Field(ge=0, lt=2**63)
-    last_seq_id: int = Field(ge=0, lt=2**63)
-    architecture: str
-    optimizer: bool
-    training: TrainingSpec = TrainingSpec()
-    base_model: str = ""
-    base_fingerprint: str = ""
-    micro_batch_tokens: int = Field(default=0, ge=0)
-    parameters: dict[str, list[int]]
-    files: list[FileEntry]
-
-    @property
-    def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.files)
 
 
 def partial_path(path: Path) -> Path:

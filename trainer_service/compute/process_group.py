@@ -20,6 +20,7 @@ from tandem.protocol.devices import Device, parse_device
 from tandem.protocol.worker import LOOPBACK, TrainingSpec, WorkerSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import configure_logging
+from tandem.weights.layout import BaseModelFiles
 from trainer_service.backends.base import (
     Capability,
     TrainerBackend,
@@ -34,7 +35,6 @@ from trainer_service.compute.topology import Topology, listen_on_all_addresses
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import chosen_layers
 from trainer_service.models.compiled_blocks import check_compiler, compiles
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.models.huggingface import empty_model
 from trainer_service.models.tensor_parallel import check_divisible
 

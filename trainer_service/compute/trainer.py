@@ -17,6 +17,7 @@ from tandem.errors import CustomLossFailed, OutOfMemory
 from tandem.protocol.worker import TrainingSpec
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
+from tandem.weights.layout import BaseModelFiles
 from trainer_service.backends.base import TrainerBackend
 from trainer_service.backends.loop import ShareResult
 from trainer_service.batches.loss_inputs import Float32Array, Int64Array, starts_of
@@ -26,7 +27,6 @@ from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.losses.numbers import batch_sums
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.optimizers import StepSettings
 
 WARM_UP_TIMEOUT = timedelta(minutes=10)

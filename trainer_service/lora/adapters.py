@@ -1,29 +1,24 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685): their layers, and their files in PEFT's
-format.
+"""The layers of low-rank adapters (LoRA, Hu et al., arXiv 2106.09685).
 
 A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes y = W x + b + alpha /
 r · B A x. A is drawn as in PEFT (uniform within ±1/√in) and B is zero, so a new adapter changes
 nothing. Several runs can adapt one model. Its layers compute with the active run's adapters.
 
-On disk (huggingface/peft, docs: checkpoint format), `adapter_config.json` lies beside
-`adapter_model.safetensors`, with the keys `base_model.model.{module}.lora_A.weight` [r, in] and
-`….lora_B.weight` [out, r]."""
+`tandem.weights.adapter_files` has their files in PEFT's format."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from tandem.errors import InvalidRequest, UnsuitableLora, describe, without_paths
+from tandem.errors import UnsuitableLora
 from tandem.protocol.worker import LORA_FLAGS, LoraSpec
 from trainer_service.models.huggingface import find_blocks
 
@@ -245,87 +240,3 @@ def target_names(chosen: list[str], *, all_modules: list[str]) -> list[str]:
     leaves = sorted({name.rpartition(".")[2] for name in chosen})
     meant = {name for name in all_modules if name.rpartition(".")[2] in leaves}
     return leaves if meant == set(chosen) else sorted(chosen)
-
-
-CONFIG_NAME = "adapter_config.json"
-WEIGHTS_NAME = "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-
-
-def key_of(module: str, *, side: str) -> str:
-    """The key of a module's A or B: `key_of("lm_head", side="A")` is
-    `"base_model.model.lm_head.lora_A.weight"`."""
-    return f"{_PREFIX}{module}.lora_{side}.weight"
-
-
-def modules_of(keys: Sequence[str], *, where: str) -> list[str]:
-    """The modules that have both A and B, sorted. Raises `InvalidRequest` for any other key."""
-    modules = sorted(
-        {
-            key.removeprefix(_PREFIX).removesuffix(".lora_A.weight").removesuffix(".lora_B.weight")
-            for key in keys
-        }
-    )
-    wanted = {key_of(module, side=side) for module in modules for side in "AB"}
-    if odd := sorted(wanted ^ set(keys)):
-        raise InvalidRequest(f"{where} is not a LoRA adapter of linear layers: see {odd[0]}")
-    return modules
-
-
-@dataclass(frozen=True)
-class AdapterConfig:
-    """The contents of `adapter_config.json`. `targets` are PEFT's `target_modules`.
-
-    `base_model` is a name at a hub, with its commit as `revision`, or the gateway's name."""
-
-    base_model: str
-    revision: str | None
-    rank: int
-    alpha: float
-    targets: Sequence[str]
-
-    def write_config(self, directory: Path) -> Path:
-        """Write every setting of PEFT's, so that its defaults do not matter."""
-        path = directory / CONFIG_NAME
-        whole = int(self.alpha) if self.alpha == int(self.alpha) else self.alpha
-        path.write_text(
-            json.dumps(
-                {
-                    "peft_type": "LORA",
-                    "task_type": "CAUSAL_LM",
-                    "base_model_name_or_path": self.base_model,
-                    "revision": self.revision,
-                    "r": self.rank,
-                    "lora_alpha": whole,
-                    "target_modules": list(self.targets),
-                    "lora_dropout": 0.0,
-                    "bias": "none",
-                    "fan_in_fan_out": False,
-                    "inference_mode": True,
-                    "init_lora_weights": True,
-                    "modules_to_save": None,
-                    "use_rslora": False,
-                    "use_dora": False,
-                    "rank_pattern": {},
-                    "alpha_pattern": {},
-                },
-                indent=1,
-            )
-        )
-        return path
-
-
-def read_scale(directory: Path) -> float:
-    """Return alpha / r. Raises `InvalidRequest` unless it is plain LoRA with one rank and one
-    alpha."""
-    try:
-        config = json.loads((directory / CONFIG_NAME).read_text())
-        rank, alpha = int(config["r"]), float(config["lora_alpha"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        why = without_paths(describe(error))
-        raise InvalidRequest(f"{directory.name} has no readable {CONFIG_NAME}: {why}") from error
-    plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
-    others = ("use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out")
-    if not plain or any(config.get(name) for name in (*others, "modules_to_save")) or rank < 1:
-        raise InvalidRequest(f"{directory.name} is not a plain LoRA adapter; see {CONFIG_NAME}")
-    return alpha / rank

@@ -22,23 +22,19 @@ from torch import nn
 
 from tandem.errors import InvalidRequest, NameTaken, TandemError
 from tandem.weights import open_version
+from tandem.weights.adapter_files import (
+    CONFIG_NAME,
+    WEIGHTS_NAME,
+    key_of,
+    modules_of,
+    read_scale,
+)
+from tandem.weights.layout import TensorWriter, copy_small_files, write_index
 from tandem.weights.manifest import MANIFEST_NAME
 from tandem.weights.model_config import model_files
 from tandem.weights.store import fsync_path
 from tandem.weights.tensors import StoredTensor, read_header
-from trainer_service.lora.adapters import (
-    CONFIG_NAME,
-    WEIGHTS_NAME,
-    key_of,
-    merged,
-    modules_of,
-    read_scale,
-)
-from trainer_service.models.files import (
-    TensorWriter,
-    copy_small_files,
-    write_index,
-)
+from trainer_service.lora.adapters import merged
 from trainer_service.models.huggingface import empty_model, name_in_files
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from tandem.protocol.worker import LoraSpec
-from trainer_service.lora.adapters import Adapter, key_of, new_adapters, target_names
+from tandem.weights.adapter_files import key_of
+from trainer_service.lora.adapters import Adapter, new_adapters, target_names
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,6 +25,7 @@ from tandem.errors import (
     UserError,
 )
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights.state_record import CheckpointRecord
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
@@ -39,7 +40,6 @@ from trainer_service.checkpoints.publish import (
     published_by,
 )
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
-from trainer_service.checkpoints.training_state import CheckpointRecord
 from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import device_peaks
 from trainer_service.compute.trainer import RankTrainer

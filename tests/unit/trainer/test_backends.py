@@ -18,6 +18,7 @@ from tandem.errors import UnsupportedByBackend, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights.layout import BaseModelFiles
 from tandem.weights.store import make_folder
 from tests.support.local_trainer import (
     batch_of,
@@ -41,7 +42,6 @@ from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.trainer import RankTrainer
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Operations
 
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from trainer_service.models.files import copy_small_files
+from tandem.weights.layout import copy_small_files
 
 
 def test_a_base_model_that_was_published_before_passes_on_nothing_of_ours(tmp_path):

@@ -12,6 +12,7 @@ from tandem.errors import OutOfMemory
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.v1 import trainer_pb2
+from tandem.weights.layout import BaseModelFiles
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.local_trainer import (
     compute,
@@ -29,7 +30,6 @@ from trainer_service.batches.memory import MicroBatchTooLarge, ran_out_of_memory
 from trainer_service.compute.control_group import ControlGroup, Op
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.trainer import RankTrainer
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.operations import Follower, Operations
 
 WAYS = ("plain", "parallel", "copied", "sharded", "on the host")

@@ -15,6 +15,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.workers import TrainerSettings
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights.layout import BaseModelFiles
 from tests.support.fake_device import FakeDevice
 from tests.support.local_trainer import (
     data_of,
@@ -33,7 +34,6 @@ from trainer_service.backends import World
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.compute.offload import Offload
 from trainer_service.compute.trainer import RankTrainer
-from trainer_service.models.files import BaseModelFiles
 from trainer_service.service.hosted_runs import HostedRuns
 from trainer_service.service.operations import Operations
 
