@@ -15,6 +15,10 @@ from gateway.checkpoints.copies import CheckpointCopier
 from gateway.checkpoints.downloads import DownloadSigner
 from gateway.checkpoints.pins import Pins
 from gateway.checkpoints.versions import VersionStore
+from gateway.jobs.life import JobLife
+from gateway.jobs.registry import JobRegistry
+from gateway.jobs.results import ResultImporter
+from gateway.jobs.submission import JobSubmission
 from gateway.metrics import Metrics
 from gateway.owners.auth.audit import AuditLog
 from gateway.owners.auth.bootstrap import take_bootstrap_key
@@ -213,11 +217,11 @@ class Gateway:
         )
         self._worker_metrics = WorkerMetrics(metrics)
         trainers, engines = TrainerAdapter(self.processes), EngineAdapter(self.processes)
-        self.job_workers = JobAdapter(self.processes)
+        job_workers = JobAdapter(self.processes)
         self.supervisor = Supervisor(
             Roster(
                 table=WorkerTable(database),
-                adapters={"trainer": trainers, "engine": engines, "job": self.job_workers},
+                adapters={"trainer": trainers, "engine": engines, "job": job_workers},
                 settings=settings.sharing,
                 epoch=epoch.number,
                 clock=time.time,
@@ -300,7 +304,33 @@ class Gateway:
             lifecycle=RunLifecycle(hosts=hosts, collector=self.collector, tools=tools),
             tools=tools,
         )
-        self.budgets.on_exhausted = self.runs.end_of_owner
+        self.jobs = JobRegistry(
+            life=JobLife(
+                settings=settings,
+                database=database,
+                supervisor=self.supervisor,
+                adapter=job_workers,
+                record=self.record,
+                records=self.run_records,
+                usage=self.usage,
+                results=ResultImporter(
+                    database=database,
+                    data_dir=data_dir,
+                    checkpoints=self.checkpoints,
+                    versions=self.versions,
+                    record=self.record,
+                ),
+            ),
+            runs=self.runs,
+            sessions=self.sessions,
+            limits=self.limits,
+            end_session_soon=self.end_session_soon,
+        )
+        self.job_submission = JobSubmission(
+            registry=self.jobs, models=self.models, versions=self.versions, groups=self.groups
+        )
+        self.runs.others_of = self.jobs.count_of
+        self.budgets.on_exhausted = self._end_of_owner
         self.admission = OperationAdmission(
             runs=self.runs, journal=self.journal, database=database, limits=self.limits
         )
@@ -340,13 +370,15 @@ class Gateway:
         await self.sessions.read_sessions()
         await self.budgets.open()
         await self.runs.resume_runs()
+        await self.jobs.resume_jobs()
         await self.sampling.restore_sessions()
         sampled = [s for s in self.sampling.all() if not s.all_weights]
         await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
         hosts = self.runs.hosts.list_hosts()
         runs = {run_id for host in hosts for run_id in host.runs}
         samplers = self.samplers.keys() | {host.sampler for host in hosts}  # which runs may hold
-        await self.supervisor.settle(runs | samplers)
+        jobs = {job.run_id for job in self.jobs.all()}
+        await self.supervisor.settle(runs | samplers | jobs)
         await self.collector.collect_all()
 
     def groups(self) -> tuple[WorkerGroup, ...]:
@@ -363,6 +395,7 @@ class Gateway:
         if not self.stop.hand_over:
             await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
+        await self.jobs.close(patience=_PATIENCE)
         await self.runs.lifecycle.close(self.runs.all(), patience=_PATIENCE)
         self.write_usage()  # now, because the gateway may be killed during the rest
         await self.record.close()
@@ -399,6 +432,10 @@ class Gateway:
             task = self._ending[session_id] = asyncio.create_task(end, name=f"end-{session_id}")
             task.add_done_callback(ended)
 
+    def _end_of_owner(self, owner: str) -> None:
+        self.runs.end_of_owner(owner)
+        self.jobs.end_of_owner(owner)
+
     def write_usage(self) -> None:
         """Write the sums of usage so far, without waiting."""
         self.usage.write()
@@ -420,11 +457,12 @@ class Gateway:
                 "session_ended", session_id=session_id, state=state, reason=reason, detail=detail
             )
             error = SessionFinished(why_ended(session_id, reason=reason, detail=detail))
-            run_ids, _ = await asyncio.gather(
+            run_ids, job_ids, _ = await asyncio.gather(
                 self.runs.end_session(session_id, error),
+                self.jobs.end_session(session_id, error),
                 self.samplers.end_session(session_id, error),
             )
-            ended = sorted({*run_ids, *self.sampling.end_session(session_id)})
+            ended = sorted({*run_ids, *job_ids, *self.sampling.end_session(session_id)})
             for run_id in ended:  # so that a failed collection is repeated later
                 self.checkpoints.mark(run_id)
             self.custom_losses.end_session(session_id)

@@ -99,6 +99,7 @@ class Housekeeping:
         lost since the last round."""
         gateway = self._gateway
         gateway.runs.end_due()
+        gateway.jobs.end_due()
         for session_id, detail in gateway.sessions.overdue().items():
             gateway.end_session_soon(session_id, state="expired", reason="expired", detail=detail)
         gone = gateway.futures.sweep()
@@ -128,6 +129,7 @@ class Housekeeping:
         gateway.collector.empty_trash_soon()
         await gateway.journal.expire()
         await gateway.recorder.expire_traces()
+        await gateway.jobs.remove_old_files()
 
     async def _tidy_logs(self) -> None:
         try:

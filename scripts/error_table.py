@@ -65,6 +65,7 @@ _RETRY: dict[type[TandemError], str] = {
     errors.SequenceGap: "with new operations",
     errors.WorkerDied: "from a checkpoint",
     errors.GatewayRestarted: "from a checkpoint, or at once for a sample",
+    errors.JobFailed: "as a new job",
     errors.OutOfMemory: "with shorter sequences",
     errors.OperationTimedOut: "with less work",
     errors.LoadFailed: "no, save again",
@@ -181,6 +182,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     "(TANDEM_OPERATION_TIMEOUT); send smaller batches, or raise the setting",
     errors.OutOfMemory: "a micro-batch of 32768 tokens ran out of memory and cannot be divided. "
     "Send shorter sequences, or give the trainer more memory or more ranks",
+    errors.JobFailed: "the job failed after 2 attempts: rank 1 ended with status 1: "
+    "torch.OutOfMemoryError: CUDA out of memory",
     errors.GatewayRestarted: "the gateway restarted and the trainer of the run ended. The run "
     "cannot be restored: create it again, from a checkpoint if there is one",
     errors.GatewaySuperseded: "another gateway (epoch 4) has taken over from this one (epoch 3); "

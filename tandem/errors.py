@@ -449,6 +449,10 @@ class OutOfMemory(ServerError):
         self.tokens = tokens
 
 
+class JobFailed(ServerError):
+    """A job's last attempt ended without a result."""
+
+
 class GatewayRestarted(ServerError):
     """A restart or the shutdown of the gateway ended the request."""
 

@@ -152,7 +152,11 @@ class GarbageCollector:
         return {folder for folder in self.unknown if (self.data_dir / folder).is_dir()}
 
     def _list_folders_of_runs(self) -> list[str]:
-        found = [path for name in ("snapshots", "runs") for path in self.data_dir.glob(f"{name}/*")]
+        found = [
+            path
+            for name in ("snapshots", "runs", "jobs")
+            for path in self.data_dir.glob(f"{name}/*")
+        ]
         found += (self.private_dir / "operations").glob("*")
         return [
             relative_path(path, self.data_dir) for path in sorted(found) if _is_own_folder(path)

@@ -32,7 +32,7 @@ from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.storage.data_directory import relative_path
 from gateway.storage.futures.table import digest_of
-from gateway.storage.tables import runs, sessions
+from gateway.storage.tables import jobs, runs, sessions
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import read_ahead
 from gateway.workers.run_options import RunOptions, options_of
@@ -69,6 +69,8 @@ class RunRegistry:
         self._settings, self._data_dir = self.tools.settings, self.tools.settings.data_dir
         self._journal, self._database = self.tools.journal, self.tools.journal.database
         self._runs: dict[str, Run] = {}
+        self.others_of: Callable[[str], int] = lambda owner: 0
+        """Returns the number of an owner's runs of other frameworks (`gateway.jobs`)."""
         self._arriving: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._resumption = RunResumption(self.limits, self.tools)
         self._log = get_log()
@@ -84,12 +86,13 @@ class RunRegistry:
         )
 
     async def resume_runs(self) -> None:
-        """Resume an earlier gateway's restorable runs and end the others."""
+        """Resume an earlier gateway's restorable runs and end the others, except jobs."""
         over = runs.c.session_id.in_(select(sessions.c.id).where(sessions.c.state != "active"))
         active = runs.c.state == "active"
         for row in await self._database.read(select(runs.c.id).where(active, over)):
             self.lifecycle.write_end(row["id"], SessionFinished("the session of the run has ended"))
-        found = await self._database.read(select(runs).where(active, ~over))
+        trained_here = runs.c.id.not_in(select(jobs.c.run_id))
+        found = await self._database.read(select(runs).where(active, ~over, trained_here))
         restored: list[RowMapping] = []
         for row in found:
             error: TandemError | None = None
@@ -182,6 +185,11 @@ class RunRegistry:
     def all(self) -> list[Run]:
         return list(self._runs.values())
 
+    def count_of(self, owner: str) -> int:
+        """Return the number of an owner's runs that have not ended."""
+        used = (run.session_id for run in self._runs.values() if run.state != "ended")
+        return self.sessions.count_of(owner, used)
+
     def get(self, run_id: str) -> Run | None:
         return self._runs.get(run_id)
 
@@ -225,8 +233,8 @@ class RunRegistry:
             await read_ahead(model.path, self._settings, anew=True)
             # No await from here until the run is registered.
             session = self.sessions.require(session_id)
-            used = (run.session_id for run in self._runs.values() if run.state != "ended")
-            count = self.sessions.count_of(session.owner, used)
+            count = self.count_of(session.owner)
+            count += self.others_of(session.owner)
             self.limits.check("runs", owner=session.owner, used=count)
             self.limits.check_budget(session.owner)
             options = options_of(

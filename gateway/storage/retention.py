@@ -11,6 +11,7 @@ import asyncio
 import shutil
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from sqlalchemy import ColumnElement, Table, and_, bindparam, delete, exists, select, update
@@ -21,6 +22,7 @@ from gateway.storage.tables import (
     audit,
     checkpoints,
     custom_losses,
+    jobs,
     operations,
     rollout_batches,
     run_records,
@@ -84,7 +86,7 @@ class Retention:
         while rows := await self.database.read(over.where(runs.c.id > last).limit(_AT_ONCE)):
             last = rows[-1]["id"]
             gone = await asyncio.to_thread(self._without_folder, [row["id"] for row in rows])
-            for table in (training_steps, rollout_batches, run_records):
+            for table in (training_steps, rollout_batches, run_records, jobs):
                 await self._remove(table, table.c.run_id.in_(gone))
             gone = await asyncio.to_thread(self._remove_records, gone)
             await self.database.write_together(
@@ -107,10 +109,11 @@ class Retention:
 
     def _remove_records(self, run_ids: list[str]) -> list[str]:
         """Return the runs whose folders are gone. The rows of the others name what is left."""
-        folders = {run_id: self.data_dir / "runs" / run_folder_name(run_id) for run_id in run_ids}
-        for folder in folders.values():
+        roots = [self.data_dir / name for name in ("runs", "jobs")]
+        folders = {each: [root / run_folder_name(each) for root in roots] for each in run_ids}
+        for folder in chain.from_iterable(folders.values()):
             shutil.rmtree(folder, ignore_errors=True)
-        if left := [run_id for run_id, folder in folders.items() if folder.exists()]:
+        if left := [each for each in run_ids if any(one.exists() for one in folders[each])]:
             get_log().error("records_not_removed", runs=left)
         return [run_id for run_id in run_ids if run_id not in left]
 

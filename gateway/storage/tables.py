@@ -231,6 +231,20 @@ rollout_batches = Table(
     Index("rollout_batches_by_step", "run_id", "step"),
 )
 
+# Whole trainings of other frameworks. Each is a row of `runs` too. See `gateway.jobs`.
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("run_id", String(100), primary_key=True),
+    Column("framework", String(64), nullable=False),
+    Column("spec", JSON, nullable=False),  # a gateway.jobs.job.JobPlan
+    Column("state", String(16), nullable=False),  # queued, running
+    Column("attempt", Integer, nullable=False, default=1),  # counts from 1
+    Column("restarts", Integer, nullable=False, default=0),  # the attempts that failed
+    Column("files_until", Float),  # after the end: when its files go. None if they are gone
+    Index("jobs_by_files", "files_until"),
+)
+
 sampling_sessions = Table(
     "sampling_sessions",
     metadata,

@@ -54,9 +54,15 @@ async def stop_run(run_id: PathText, body: StopRun, access: AccessDep) -> Stoppe
     found = await own_run(run_id, access)
     access.audit.note(run_id, discard=str(body.discard).lower())
     already = found.state != "active"
-    if (run := gateway.runs.get(run_id)) is not None:
+    run, job = gateway.runs.get(run_id), gateway.jobs.find_job(run_id)
+    error = RunStopped(f"{access.caller.owner} has stopped the run")
+    if job is not None:
+        already = job.ending is not None
+        gateway.jobs.end(job, error)
+        await gateway.jobs.wait_for_end(job, timeout=LONG_POLL)
+        await gateway.database.flush()
+    elif run is not None:
         already = run.why_over is not None
-        error = RunStopped(f"{access.caller.owner} has stopped the run")
         gateway.runs.lifecycle.end_as_planned(run, RunEnding(error, discard=body.discard))
         if not await gateway.database.flush():
             raise StorageFailed(

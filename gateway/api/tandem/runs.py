@@ -56,13 +56,15 @@ class RunSummary(Answer):
     steps count on from there. `progress` is null before the first step. `last` has the newest value
     of each metric; NaN and infinities are text. `replicas` is the number of model copies on the
     trainer's `ranks`. `tensor_parallel` is the number of ranks that compute one datum together.
-    `last_step` is null before the first optimizer step."""
+    `last_step` is null before the first optimizer step. `framework` is that of a job, whose `state`
+    is queued, running, ending or ended. It is empty for a run of Tandem's trainer."""
 
     id: str
     session_id: str
     owner: str
     project_id: str
     base_model: str
+    framework: str
     lora_rank: int | None
     ranks: int
     replicas: int
@@ -179,14 +181,14 @@ async def list_runs(
         limit=limit,
         offset=offset,
     )
-    return RunSummaries(runs=await _summaries(found, access), total_count=total)
+    return RunSummaries(runs=await summaries_of(found, access), total_count=total)
 
 
 @router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
 async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
     """Describe a run, even after its end."""
     run = await own_run(run_id, access)
-    [summary] = await _summaries([run], access)
+    [summary] = await summaries_of([run], access)
     return RunDetails.of(summary, config=run.identity.config, user_metadata=run.user_metadata)
 
 
@@ -224,7 +226,7 @@ async def run_steps(
     run = await own_run(run_id, access)
     gateway, records = access.gateway, access.gateway.run_records
     found = await records.newest_steps(run_id, limit=limit + 1, before=before)
-    [summary] = await _summaries([run], access)
+    [summary] = await summaries_of([run], access)
     live = gateway.runs.get(run_id)
     sampler = gateway.samplers.by_key(live.host.sampler) if live is not None else None
     return RunSteps(
@@ -254,7 +256,7 @@ async def own_run(run_id: str, access: Access) -> RunRecord:
     return run
 
 
-async def _summaries(found: Sequence[RunRecord], access: Access) -> list[RunSummary]:
+async def summaries_of(found: Sequence[RunRecord], access: Access) -> list[RunSummary]:
     ids = [run.id for run in found]
     steps = await access.gateway.run_records.last_steps(ids)
     records = await access.gateway.record.summaries(ids)

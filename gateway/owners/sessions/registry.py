@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator
-from sqlalchemy import insert, select, update
+from sqlalchemy import Executable, insert, select, update
 
 from gateway.identifiers import new_session_id
 from gateway.owners.limits import Quotas
@@ -71,9 +71,9 @@ class NewSession:
 @dataclass
 class Session:
     """A session with a `ttl` has no heartbeats and ends this many seconds after its last request.
-    `heard` is set by the client's first request to this gateway. `sdk_version` is empty for the
-    gateway's own sessions. `engine_ranges` has the least and most engines of scaled samplers by
-    key, None for a fixed number."""
+    The `ttl` of a job's session is endless. `heard` is set by the client's first request to this
+    gateway. `sdk_version` is empty for the gateway's own sessions. `engine_ranges` has the least
+    and most engines of scaled samplers by key, None for a fixed number."""
 
     id: str
     created_at: float
@@ -107,17 +107,34 @@ class SessionRegistry:
     def all(self) -> list[Session]:
         return list(self._active.values())
 
-    async def create(self, new: NewSession, *, ttl: float | None = None) -> Session:
-        """Create a session. Raises `LimitExceeded`."""
+    async def create(
+        self,
+        new: NewSession,
+        *,
+        ttl: float | None = None,
+        session_id: str = "",
+        beside: Sequence[Executable] = (),
+    ) -> Session:
+        """Create a session, and execute statements in the same transaction. Raises
+        `LimitExceeded`."""
         used = sum(s.owner == new.owner for s in self.all())
         self._limits.check("sessions", owner=new.owner, used=used)
-        row = {**vars(new), "id": new_session_id(), "state": "active", "created_at": time.time()}
+        row = {
+            **vars(new),
+            "id": session_id or new_session_id(),
+            "state": "active",
+            "created_at": time.time(),
+        }
         session = from_row(Session, row, ttl=ttl)
         session.heard.set()
         # Before the write, so that concurrent requests count toward the limit.
         self._active[session.id] = session
         try:
-            await self._database.write(insert(sessions), row)
+            if beside:
+                made = insert(sessions).values(row)
+                await self._database.write_together(made, *beside, durable=True)
+            else:
+                await self._database.write(insert(sessions), row)
         except BaseException:
             self._active.pop(session.id, None)
             raise

@@ -30,6 +30,7 @@ UsageKind = Literal[
     "save_weights_for_sampler",
     "save_weights_external",
     "load_weights",
+    "job",
 ]
 TrainerReply = (
     trainer_pb2.ForwardBackwardReply

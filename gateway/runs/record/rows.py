@@ -29,7 +29,14 @@ from gateway.identifiers import unknown_run
 from gateway.owners.auth.identity import Caller, Scope, visible
 from gateway.runs.record.identity import RunIdentity
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, operations, run_records, runs, training_steps
+from gateway.storage.tables import (
+    checkpoints,
+    jobs,
+    operations,
+    run_records,
+    runs,
+    training_steps,
+)
 from tandem.errors import PLANNED_ENDS, SessionFinished
 from tandem.protocol.worker import TrainingSpec
 
@@ -45,7 +52,8 @@ class Storage:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A row of `runs`. `failed`: the run ended before its session and lost its state."""
+    """A row of `runs`. `failed`: the run ended before its session and lost its state. `framework`
+    is that of a job, or "" for a run of Tandem's trainer."""
 
     id: str
     session_id: str
@@ -66,6 +74,7 @@ class RunRecord:
     user_metadata: Mapping[str, str] | None
     last_training: Checkpoint | None
     last_sampler: Checkpoint | None
+    framework: str
 
 
 @dataclass(frozen=True)
@@ -88,28 +97,38 @@ class TrainingStep:
         return {**own, "tokens": float(self.tokens)}
 
 
+_this_job = jobs.c.run_id == runs.c.id
+_active = runs.c.state == "active"
 _shown_state: ColumnElement[str] = case(
-    (runs.c.ending.is_not(None) & (runs.c.state == "active"), "ending"), else_=runs.c.state
+    (runs.c.ending.is_not(None) & _active, "ending"),
+    (_active, func.coalesce(select(jobs.c.state).where(_this_job).scalar_subquery(), "active")),
+    else_=runs.c.state,
 )
-"""The state for people: an active run whose end is decided is ending."""
+"""The state for people: an active run whose end is decided is ending. An active job is queued or
+running."""
 
 
 @dataclass(frozen=True)
 class RunFilters:
-    """`name` is a part of the name, in any case. None: not asked for."""
+    """`name` is a part of the name, in any case. `only` is `jobs`. None: not asked for."""
 
     project_id: str | None = None
     name: str | None = None
     tag: str | None = None
     state: str | None = None
     owner: str | None = None
+    only: str | None = None
 
     def conditions(self) -> Iterator[ColumnElement[bool]]:
         for column in (runs.c.project_id, runs.c.owner):
             if (value := getattr(self, column.name)) is not None:
                 yield column == value
-        if self.state is not None:
+        if self.state == "active":  # also jobs
+            yield _active & runs.c.ending.is_(None)
+        elif self.state is not None:
             yield _shown_state == self.state
+        if self.only == "jobs":
+            yield select(jobs.c.run_id).where(_this_job).exists()
         if self.name is not None:
             yield runs.c.name.icontains(self.name, autoescape=True)
         if self.tag is not None:
@@ -127,7 +146,12 @@ _ACCEPTED_LAST = (
 )
 """Reads one row per journal, because a journal can be long."""
 _RUNS = select(
-    runs, func.coalesce(_ACCEPTED_LAST, runs.c.ended_at, runs.c.created_at).label("last_request_at")
+    runs,
+    func.coalesce(_ACCEPTED_LAST, runs.c.ended_at, runs.c.created_at).label("last_request_at"),
+    _shown_state.label("shown_state"),
+    func.coalesce(select(jobs.c.framework).where(_this_job).scalar_subquery(), "").label(
+        "framework"
+    ),
 )
 
 Sort = Literal["newest", "oldest", "name", "owner", "updated", "step"]
@@ -234,7 +258,7 @@ class RunRecords:
                 row,
                 training=TrainingSpec.model_validate(row["training"]),
                 ranks=(row["asks"] or {}).get("ranks", 1),
-                state="ending" if row["ending"] and row["state"] == "active" else row["state"],
+                state=row["shown_state"],
                 failed=row["state"] == "ended" and row["error_type"] not in _UNHURT,
                 identity=RunIdentity(row["name"], row["tags"], row["config"]),
                 last_training=newest.get((row["id"], "weights")),

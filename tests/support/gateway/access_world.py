@@ -70,7 +70,7 @@ class World:
         self._numbers = itertools.count(2)
         self._next_seq_id = 1
         self.run = "none yet"
-        self._second_run = ""
+        self._second_run = self._job = ""
         self.keys = {
             "nobody": "",
             "foreign": self.new_key("ben", "member"),
@@ -186,6 +186,13 @@ class World:
         self.gate.run(self.gate.gateway.models.add(name=name, path=path))
         return name
 
+    def job(self) -> str:
+        """Return the id of ann's job."""
+        if not self._job:
+            call = Call(f"{OWN}/jobs", job_body("tiny"))
+            self._job = self.ask("POST", call, key=self.keys["member"]).json()["id"]
+        return self._job
+
     def new_run(self) -> str:
         """Return the id of a run in a new session of ann's."""
         session = self.session if self.run == "none yet" else self.new_session()
@@ -218,6 +225,15 @@ class World:
         found = url()
         assert found is not None
         return found.removeprefix(self.gate.url)
+
+
+def job_body(model: str) -> dict[str, object]:
+    return {
+        "backend": "trl",
+        "model": model,
+        "configuration": {"method": "sft"},
+        "data": {"train": '{"prompt": "1", "completion": "2"}'},
+    }
 
 
 def _loss(logprobs):
@@ -308,6 +324,9 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "drain_group": _get(f"{OWN}/groups/spare/drain"),
     "undrain_group": _get(f"{OWN}/groups/spare/drain"),
     "list_runs": _get(f"{OWN}/runs"),
+    "create_job": lambda w: Call(f"{OWN}/jobs", job_body("tiny")),
+    "list_jobs": _get(f"{OWN}/jobs"),
+    "get_job": lambda w: Call(f"{OWN}/jobs/{w.job()}"),
     "stop_run": lambda w: Call(f"{OWN}/runs/{w.new_run()}/stop", {"discard": True}),
     "get_run": lambda w: Call(f"{OWN}/runs/{w.run}"),
     "change_run": lambda w: Call(f"{OWN}/runs/{w.run}", {"tags": ["a"]}),

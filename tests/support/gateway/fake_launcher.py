@@ -115,7 +115,7 @@ class FakeLauncher:
             trainer = self.servicers[spec.worker_id] = self._trainer(spec)
             trainer.launcher = self
             trainer_pb2_grpc.add_TrainerServicer_to_server(trainer, server)
-        else:
+        elif spec.kind == "sampler":
             sampler = self.servicers[spec.worker_id] = FakeSampler(spec)
             sampler_pb2_grpc.add_SamplerServicer_to_server(sampler, server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, server)

@@ -115,6 +115,7 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
     await other.close()
 
 
+JOB_TABLES = {"jobs"}
 RANGE_COLUMNS = {"sessions": {"engine_ranges"}}
 LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness", "updates"}}
 RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
@@ -132,17 +133,21 @@ def tables_without(tables, columns):
     return old
 
 
+def tables_before_jobs():
+    return tables_without(JOB_TABLES, {})
+
+
 def tables_before_ranges():
-    return tables_without(set(), RANGE_COLUMNS)
+    return tables_without(JOB_TABLES, RANGE_COLUMNS)
 
 
 def tables_before_the_loop():
-    return tables_without(set(), RANGE_COLUMNS | LOOP_COLUMNS)
+    return tables_without(JOB_TABLES, RANGE_COLUMNS | LOOP_COLUMNS)
 
 
 def tables_of_0_2():
     """The tables before the record of runs."""
-    return tables_without(RECORD_TABLES, RANGE_COLUMNS | LOOP_COLUMNS | RECORD_COLUMNS)
+    return tables_without(JOB_TABLES | RECORD_TABLES, RANGE_COLUMNS | LOOP_COLUMNS | RECORD_COLUMNS)
 
 
 async def migrated(tmp_path, table, row, *, old, revision):
@@ -202,6 +207,13 @@ async def test_a_database_before_ranges_keeps_its_sessions_without_a_range(tmp_p
     old = tables_before_ranges()
     found = await migrated(tmp_path, sessions, row, old=old, revision="0003_loop")
     assert (found["id"], found["owner"], found["engine_ranges"]) == ("s-1", "ann", None)
+
+
+async def test_a_database_before_jobs_keeps_its_sessions_and_gets_their_table(tmp_path):
+    row = {"id": "s-1", "state": "active", "owner": "ann", "created_at": 1.0}
+    old = tables_before_jobs()
+    found = await migrated(tmp_path, sessions, row, old=old, revision="0004_engine_ranges")
+    assert (found["id"], found["owner"]) == ("s-1", "ann")
 
 
 def by_name(schema):

@@ -1,0 +1,104 @@
+"""The files of a job, in `DATA/jobs/RUN/`. `docs/design/jobs.md` lists them and their writers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.identifiers import run_folder_name
+from gateway.jobs.job import Job
+from gateway.runs.record.metrics import SERVER, MetricsRow
+from gateway.storage.data_directory import write_file
+from tandem.backends.jobs import JobEnd
+from tandem.weights.store import make_folder, read_record, write_synced
+
+_READ_BYTES = 2**20
+"""The most bytes of metrics that are read at once."""
+
+
+def job_folder(data_dir: Path, run_id: str) -> Path:
+    return data_dir / "jobs" / run_folder_name(run_id)
+
+
+def write_data(folder: Path, contents: Mapping[str, bytes]) -> None:
+    """Write a new job's data durably. After an `OSError`, nothing is left."""
+    make_folder(folder / "data")
+    try:
+        for name, content in contents.items():
+            write_synced(folder / "data" / f"{name}.jsonl", content)
+    except OSError:
+        remove_files(folder)
+        raise
+
+
+def write_request(folder: Path, job: Job) -> None:
+    """Write `job.json`, which the program of the next attempt reads."""
+    request = {
+        "backend": job.plan.backend,
+        "configuration": job.plan.configuration,
+        "model": job.model.path,
+        "folder": str(folder),
+        "attempt": job.attempt,
+        "processes": job.plan.processes,
+    }
+    write_file(folder / "job.json", json.dumps(request, indent=1).encode(), synced=True)
+
+
+def remove_files(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def was_begun(folder: Path, attempt: int) -> bool:
+    """Whether an attempt has had a process. It makes the attempt's folder first."""
+    return (folder / f"attempt-{attempt}").exists()
+
+
+def read_world(folder: Path, attempt: int) -> list[dict[str, Any]]:
+    """Return what each rank of an attempt said about itself. Raises `OSError` and `ValueError`."""
+    try:
+        content = read_record(folder / f"attempt-{attempt}" / "world.jsonl")
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in content.splitlines()]
+
+
+def read_end(folder: Path, attempt: int) -> JobEnd | None:
+    """Return the end of an attempt, None while there is none. Raises `OSError` and `ValueError`."""
+    try:
+        return JobEnd.model_validate_json(read_record(folder / f"attempt-{attempt}" / "end.json"))
+    except FileNotFoundError:
+        return None
+
+
+@dataclass(frozen=True)
+class ReadMetrics:
+    """Rows of the metrics file, the bytes read so far, and the job's number of steps, if known."""
+
+    rows: list[MetricsRow]
+    offset: int
+    steps: int | None
+
+
+def read_metrics(folder: Path, attempt: int, offset: int) -> ReadMetrics:
+    """Read complete lines behind an offset. A malformed line is left out. Raises `OSError`."""
+    try:
+        with (folder / f"attempt-{attempt}" / "metrics.jsonl").open("rb") as file:
+            file.seek(offset)
+            content = file.read(_READ_BYTES)
+    except FileNotFoundError:
+        return ReadMetrics([], offset, None)
+    whole = content[: content.rfind(b"\n") + 1]
+    rows, steps = list[MetricsRow](), None
+    for line in whole.splitlines():
+        try:
+            found = json.loads(line)
+            values = {f"{SERVER}{name}": float(value) for name, value in found["values"].items()}
+            rows.append(MetricsRow(int(found["step"]), values))
+            steps = int(found["steps"]) if found.get("steps") else steps
+        except (ValueError, TypeError, LookupError, AttributeError):
+            continue
+    return ReadMetrics(rows, offset + len(whole), steps)

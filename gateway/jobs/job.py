@@ -1,0 +1,75 @@
+"""A job in memory, and its plan in the database."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from gateway.checkpoints.base_models import BaseModelEntry
+from tandem.errors import TandemError
+
+JobState = Literal["queued", "running"]
+
+
+class JobFile(BaseModel):
+    """A data file of a job, with its number of rows and its SHA-256 in hexadecimal."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    rows: int
+    bytes: int
+    sha256: str
+
+
+class JobPlan(BaseModel):
+    """The settled request for a job.
+
+    `deadline` is in seconds since 1970, None for no deadline. `ttl` are the seconds that its files
+    stay after its end."""
+
+    model_config = ConfigDict(frozen=True)
+
+    backend: str
+    framework: str
+    configuration: dict[str, Any]
+    processes: int
+    group: str = ""
+    priority: int = 0
+    max_restarts: int = 0
+    deadline: float | None = None
+    ttl: float
+    data: tuple[JobFile, ...] = ()
+
+
+@dataclass(eq=False, kw_only=True)
+class Job:
+    """`attempt` counts from 1, and `restarts` counts failed attempts. `reason` explains a wait.
+
+    `error` is the decision to end the job before its end. `life` is the task that follows the job,
+    `ending` the one that ends it. `exits` has the reasons for the ends of its processes, by their
+    ids, and `exited` is set with each. `begun` is the last attempt that this gateway started."""
+
+    run_id: str
+    session_id: str
+    owner: str
+    model: BaseModelEntry
+    plan: JobPlan
+    state: JobState = "queued"
+    attempt: int = 1
+    restarts: int = 0
+    reason: str = ""
+    error: TandemError | None = None
+    life: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None
+    exits: dict[str, str] = field(default_factory=dict)
+    exited: asyncio.Event = field(default_factory=asyncio.Event)
+    begun: int = 0
+
+    def note_exit(self, process: str, reason: str) -> None:
+        """Note that nothing is left of a process."""
+        self.exits[process] = reason
+        self.exited.set()

@@ -1,0 +1,280 @@
+"""Jobs of other frameworks, with a fake launcher. Tests write the files of the program."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tandem.backends.jobs import STOPPED
+from tests.support.waiting import wait_until
+
+OWN = "/api/tandem/v1"
+ROW = json.dumps({"prompt": "2 + 2 =", "completion": " 4"})
+
+
+@pytest.fixture
+def start(start, no_wait):
+    return start
+
+
+def body(**changes) -> dict:
+    values = {
+        "backend": "trl",
+        "model": "tiny",
+        "name": "sums",
+        "tags": ["a", "b"],
+        "configuration": {"method": "sft", "steps": 4},
+        "data": {"train": f"{ROW}\n{ROW}\n"},
+        "processes": 2,
+    }
+    return values | changes
+
+
+class Submitted:
+    """A job, and its present process in the place of a program."""
+
+    def __init__(self, gate, **changes) -> None:
+        self.gate = gate
+        self.client = gate.http()
+        answer = self.client.post(f"{OWN}/jobs", json=body(**changes))
+        assert answer.status_code == 200, answer.text
+        self.id = answer.json()["id"]
+        self.folder = gate.settings.data_dir / "jobs" / self.id.replace(":", "_")
+
+    def about(self) -> dict:
+        return self.client.get(f"{OWN}/jobs/{self.id}").json()
+
+    def run(self) -> dict:
+        return self.client.get(f"{OWN}/runs/{self.id}").json()
+
+    def continued_by(self, gate) -> Submitted:
+        self.gate, self.client = gate, gate.http()
+        return self
+
+    def process(self, attempt: int = 1):
+        """Return the specification of an attempt's process, which then has begun."""
+        spec = wait_until(
+            lambda: next(
+                (s for s in self.gate.launcher.specs if s.job and s.job.attempt == attempt), None
+            )
+        )
+        (self.folder / f"attempt-{attempt}").mkdir(exist_ok=True)
+        return spec
+
+    def log(self, *steps: int, attempt: int = 1, total: int = 4) -> None:
+        with (self.folder / f"attempt-{attempt}/metrics.jsonl").open("a") as file:
+            for step in steps:
+                line = {"step": step, "steps": total, "values": {"loss": 1 / step}}
+                file.write(json.dumps(line) + "\n")
+
+    def exit(self, status: int | None, *, attempt: int = 1, reason: str = "") -> None:
+        """End the attempt's process, without an `end.json` if the status is None."""
+        spec = self.process(attempt)
+        wait_until(lambda: spec.worker_id in self.gate.launcher.serving)
+        wait_until(lambda: self.about()["state"] == "running")
+        if status is not None:
+            end = {"status": status, "reason": reason}
+            (self.folder / f"attempt-{attempt}/end.json").write_text(json.dumps(end))
+        self.gate.run(self.gate.launcher.kill(spec.worker_id, "it ended"))
+
+    def write_result(self) -> None:
+        model = Path(self.gate.run(lambda: self.gate.gateway.models.get("tiny").path))
+        (self.folder / "result").mkdir()
+        for folder in (model, self.folder / "result"):
+            weight = np.ones((2, 3), np.float32)
+            save_file({"model.norm.weight": weight}, folder / "model.safetensors")
+
+    def ended(self) -> dict:
+        wait_until(lambda: self.about()["state"] == "ended")
+        wait_until(lambda: self.gate.run(lambda: self.gate.gateway.jobs.all() == []))
+        return self.about()
+
+    def curve(self) -> dict:
+        name = "tandem/loss"
+        found = self.client.get(f"{OWN}/runs/{self.id}/metrics", params={"name": name}).json()
+        return found["metrics"].get(name, {"step": []})
+
+
+def is_gone(job: Submitted) -> bool:
+    """Whether no session, worker or row of it is left."""
+    gateway = job.gate.gateway
+    session_id = job.id.partition(":")[0]
+
+    def left():
+        return (
+            gateway.sessions.get(session_id) is not None
+            or job.id in gateway.supervisor.roster.rows
+            or any(session_id in each for each in job.gate.launcher.serving)
+        )
+
+    return wait_until(lambda: not job.gate.run(left))
+
+
+def test_a_job_runs_records_its_metrics_and_leaves_a_checkpoint(start):
+    with start() as gate:
+        job = Submitted(gate)
+        assert job.run()["framework"] == "trl"
+        assert job.run()["name"] == "sums"
+        spec = job.process()
+        assert spec.job.processes == 2
+        assert spec.job.folder == str(job.folder)
+        asked = json.loads((job.folder / "job.json").read_text())
+        assert (asked["attempt"], asked["processes"], asked["configuration"]["steps"]) == (1, 2, 4)
+        job.log(1, 2)
+        wait_until(lambda: job.curve()["step"] == [1, 2])
+        assert job.about()["state"] == "running"
+        assert job.about()["progress"]["percent"] == 50
+        job.log(3, 4)
+        job.write_result()
+        job.exit(0)
+        about = job.ended()
+        assert about["reason"] == "the job has finished"
+        assert about["result"] == {
+            "weights": f"tinker://{job.id}/weights/final",
+            "sampler_weights": f"tinker://{job.id}/sampler_weights/final",
+        }
+        assert job.curve()["step"] == [1, 2, 3, 4]
+        assert is_gone(job)
+        listed = job.client.get(f"{OWN}/jobs").json()
+        assert [each["id"] for each in listed["jobs"]] == [job.id]
+        found = job.client.get("/api/v1/training_runs").json()["training_runs"][0]
+        assert found["last_checkpoint"]["tinker_path"] == f"tinker://{job.id}/weights/final"
+        assert not found["corrupted"]
+
+
+def test_a_failed_attempt_is_repeated_and_then_the_job_fails_with_the_reason(start):
+    with start() as gate:
+        job = Submitted(gate, max_restarts=1)
+        job.exit(1, reason="rank 1 ended")
+        job.process(2)
+        job.exit(1, attempt=2, reason="rank 0 ended")
+        about = job.ended()
+        assert (about["attempt"], about["restarts"], about["result"]) == (2, 1, None)
+        assert "the job failed after 2 attempts: rank 0 ended" in about["reason"]
+        assert is_gone(job)
+
+
+def test_a_killed_worker_is_a_failed_attempt(start):
+    with start() as gate:
+        job = Submitted(gate, max_restarts=1)
+        job.exit(None)
+        job.write_result()
+        job.exit(0, attempt=2)
+        assert job.ended()["reason"] == "the job has finished"
+
+
+def test_a_requested_end_of_an_attempt_is_no_failure(start):
+    with start() as gate:
+        job = Submitted(gate)
+        job.exit(STOPPED)
+        job.write_result()
+        job.exit(0, attempt=2)
+        about = job.ended()
+        assert (about["reason"], about["restarts"]) == ("the job has finished", 0)
+
+
+def test_a_damaged_result_ends_the_job_and_its_files_stay(start):
+    with start() as gate:
+        job = Submitted(gate)
+        job.process()
+        (job.folder / "result").mkdir()
+        job.exit(0)
+        about = job.ended()
+        assert "the result of the job is damaged" in about["reason"]
+        assert about["files_until"]
+        assert (job.folder / "data/train.jsonl").exists()
+        gate.run(gate.gateway.database.write(_expired()))
+        gate.run(gate.gateway.jobs.remove_old_files())
+        assert not job.folder.exists()
+
+
+def _expired():
+    from sqlalchemy import update
+
+    from gateway.storage.tables import jobs
+
+    return update(jobs).values(files_until=1.0)
+
+
+@pytest.mark.parametrize("state", ["queued", "running"])
+def test_a_stopped_job_leaves_nothing(start, state):
+    with start() as gate:
+        if state == "queued":
+            gate.launcher.start_gate.clear()
+        job = Submitted(gate)
+        job.process()
+        wait_until(lambda: job.about()["state"] == state)
+        answer = job.client.post(f"{OWN}/runs/{job.id}/stop", json={})
+        gate.run(gate.launcher.start_gate.set)
+        assert answer.status_code == 200, answer.text
+        assert "has stopped the run" in job.ended()["reason"]
+        assert is_gone(job)
+
+
+def test_the_end_of_its_session_ends_a_job(start):
+    with start() as gate:
+        job = Submitted(gate)
+        job.process()
+        session_id = job.id.partition(":")[0]
+        end = partial(gate.gateway.end_session, session_id=session_id, state="finished")
+        gate.run(end(reason="success", detail=""))
+        assert job.ended()["state"] == "ended"
+        assert is_gone(job)
+
+
+def test_a_job_ends_at_its_deadline(start):
+    with start() as gate:
+        job = Submitted(gate, deadline="3600")
+        live = gate.run(lambda: gate.gateway.jobs.find_job(job.id))
+        live.plan = live.plan.model_copy(update={"deadline": 1.0})
+        assert "the job has reached its deadline" in job.ended()["reason"]
+
+
+def test_the_next_gateway_reads_on_and_writes_each_line_once(start):
+    with start() as gate:
+        job = Submitted(gate)
+        job.process()
+        job.log(1, 2)
+        wait_until(lambda: job.curve()["step"] == [1, 2])
+    job.log(3)
+    with start() as gate:  # the fake launcher's processes ended with its gateway
+        job.continued_by(gate)
+        job.process(2)
+        job.log(4, attempt=2)
+        job.write_result()
+        job.exit(0, attempt=2)
+        about = job.ended()
+        assert (about["reason"], about["restarts"]) == ("the job has finished", 0)
+        assert job.curve()["step"] == [1, 2, 3, 4]
+        index = gate.run(gate.gateway.record.summaries([job.id]))[job.id]
+        assert index.rows == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"backend": "torchtune"}, "torchtune is no trainer backend"),
+        ({"backend": "fsdp2"}, "is no job backend"),
+        ({"configuration": {"method": "sft", "learning_rate": -1}}, "learning_rate"),
+        ({"configuration": {"method": "sft", "rate": 1}}, "'rate' is no setting of trl"),
+        ({"model": "huge"}, "unknown model 'huge'"),
+        ({"data": {"train": ""}}, "data.train is empty"),
+        ({"data": {"train": f"{ROW}\n{{"}}, "data.train: line 2 is not JSON"),
+        ({"data": {"train": f'{ROW}\n{{"text": "x"}}'}}, "line 2 lacks a column: rows of sft have"),
+        ({"data": {"train": ROW, "eval": "[]"}}, "data.eval: line 1 is not a JSON object"),
+        ({"processes": 99}, "there can be no place for it"),
+        ({"deadline": "soon"}, "tandem.deadline is 'soon'"),
+        ({"deadline": "2020-01-01T00:00:00Z"}, "has passed"),
+    ],
+)
+def test_a_faulty_job_is_refused_and_leaves_no_file(gate, changes, sentence):
+    with gate.http() as client:
+        answer = client.post(f"{OWN}/jobs", json=body(**changes))
+    assert answer.status_code in (400, 404)
+    assert sentence in answer.json()["error"]
+    assert not list(gate.settings.data_dir.glob("jobs/*"))
