@@ -10,13 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.backends.description import BackendDescription
+from tandem.backends import BackendDescription, register_backend
 from tandem.backends.frameworks import Framework, framework_python, installed_frameworks
 from tandem.backends.jobs import JobPaths, JobResources
 from tandem.backends.registry import backends_of_runs, descriptions, job_backend, known_backends
 from tandem.backends.rendering import configure, job_paths, render_job
 from tandem.backends.trl import TrlConfiguration
 from tandem.errors import FrameworkMissing, InvalidField, UnsupportedByBackend
+from tandem.protocol.worker import TrainingSpec
 from tests.support.other_packages import register
 from tests.support.trl_configurations import (
     EVERY_FIELD,
@@ -166,6 +167,46 @@ def test_a_package_is_described_by_the_class_in_the_module_of_its_entry_point(
     for name, about in found.items():
         assert isinstance(about, BackendDescription)
         assert (about.name, about.kind, about.framework) == (name, "step", "torch")
+
+
+JOB = """
+from tandem.backends import register_backend
+from tandem.backends.jobs import JobConfiguration
+
+@register_backend("other_job", capabilities=())
+class OtherJob(JobConfiguration):
+    framework = "other"
+    size: int = 1
+
+    def validate_resources(self, resources): pass
+    def command(self, paths): return (paths.python, "-m", "torch.distributed.run")
+    def args(self, paths): return ("-m", "other", str(self.size))
+    def environment(self, paths): return {}
+    def outputs(self, paths): return ()
+"""
+
+
+def test_a_job_backend_of_a_package_is_rendered_like_the_built_in_one(tmp_path, monkeypatch):
+    register(tmp_path, "other-job", other_job="absent:None")
+    (tmp_path / "other_job_description.py").write_text(JOB)
+    monkeypatch.syspath_prepend(tmp_path)
+    backend = job_backend("other_job")
+    places = JobPaths(python="/p", program="/q", folder="/jobs/a", model="/m")
+    spec = render_job(backend, configure(backend, {"size": "3"}), places, 2)
+    assert spec.argv == ("/p", "-m", "torch.distributed.run", "-m", "other", "3")
+    assert spec.framework == "other"
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "error"),
+    [("my backend", "a:B", ValueError), ("mine", "", TypeError)],
+)
+def test_a_description_without_name_or_implementation_is_an_error(name, implementation, error):
+    class Training(TrainingSpec):
+        pass
+
+    with pytest.raises(error):
+        register_backend(name, implementation=implementation, capabilities=())(Training)
 
 
 @pytest.mark.parametrize(
