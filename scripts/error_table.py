@@ -111,8 +111,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     '(ServiceClient.close("success")), and their runs end. Checkpoints stay',
     errors.InvalidRequest: "temperature is -1.0; it must be a number of at least 0",
     errors.InvalidField: "'learnign_rate' is no setting of trl",
-    errors.FrameworkMissing: "trl is not installed on this host: run `make setup-trl` there, or "
-    "use the image of deploy/trl.Dockerfile",
+    errors.FrameworkMissing: "trl is not installed on the host of trainers: run `make setup-trl` "
+    "there, or use the image of deploy/trl.Dockerfile",
     errors.MalformedPayload: "the body is of the type 'text/plain'; send JSON with Content-Type: "
     "application/json",
     errors.SdkTooOld: "forward_backward came as JSON, which SDKs older than tinker 0.25 send; this "

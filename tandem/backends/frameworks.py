@@ -29,18 +29,11 @@ def installed_frameworks(names: Iterable[str]) -> tuple[Framework, ...]:
     return tuple(framework for framework in found if framework is not None)
 
 
-def framework_python(name: str) -> str:
-    """Return the interpreter of a framework's environment. Raises `FrameworkMissing`."""
-    if (found := _installed(name)) is None:
-        raise framework_missing(name)
-    return found.python
-
-
-def framework_missing(name: str, host: str = "this host") -> FrameworkMissing:
-    """Return the error for a framework that `host` lacks."""
+def framework_missing(name: str) -> FrameworkMissing:
+    """Return the error for a framework that the host of trainers lacks."""
     return FrameworkMissing(
-        f"{name} is not installed on {host}: run `make setup-{name}` there, or use the image of "
-        f"deploy/{name}.Dockerfile"
+        f"{name} is not installed on the host of trainers: run `make setup-{name}` there, or use "
+        f"the image of deploy/{name}.Dockerfile"
     )
 
 

@@ -37,7 +37,7 @@ def job_paths(
     python = str(own_environment(backend.framework) / "bin" / "python")
     if frameworks:
         if backend.framework not in frameworks:
-            raise framework_missing(backend.framework, "the host of trainers")
+            raise framework_missing(backend.framework)
         python = frameworks[backend.framework].python
     program = Path(__file__).parents[2] / "trainer_service" / "jobs" / backend.name
     return JobPaths(python=python, program=str(program), folder=folder, model=model)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.backends import BackendDescription, register_backend
-from tandem.backends.frameworks import Framework, framework_python, installed_frameworks
+from tandem.backends.frameworks import Framework, installed_frameworks
 from tandem.backends.jobs import JobPaths, JobResources
 from tandem.backends.registry import backends_of_runs, descriptions, job_backend, known_backends
 from tandem.backends.rendering import configure, job_paths, render_job
@@ -240,9 +240,5 @@ def test_a_framework_of_its_own_environment_is_found_with_its_interpreter(tmp_pa
 
 
 def test_a_framework_beside_tandem_has_tandems_interpreter():
-    assert Path(framework_python("torch")) == Path(sys.executable)
-
-
-def test_a_missing_framework_names_the_command_that_installs_it():
-    with pytest.raises(FrameworkMissing, match="run `make setup-absent` there"):
-        framework_python("absent")
+    (found,) = installed_frameworks(["torch", "absent"])
+    assert Path(found.python) == Path(sys.executable)
