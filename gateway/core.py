@@ -309,6 +309,7 @@ class Gateway:
                 settings=settings,
                 database=database,
                 supervisor=self.supervisor,
+                launcher=launchers["job"],
                 adapter=job_workers,
                 record=self.record,
                 records=self.run_records,

@@ -73,3 +73,7 @@ class Job:
         """Note that nothing is left of a process."""
         self.exits[process] = reason
         self.exited.set()
+
+    def note_reason(self, reason: str) -> None:
+        """Note why it waits, "" if it waits no more."""
+        self.reason = reason

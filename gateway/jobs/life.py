@@ -15,6 +15,7 @@ from sqlalchemy import update
 
 from gateway.jobs.files import job_folder, read_end, was_begun, write_request
 from gateway.jobs.job import Job
+from gateway.jobs.preflight import CHECK_SECONDS, Preflight, needs_of
 from gateway.jobs.progress import JobProgress
 from gateway.jobs.results import ResultImporter
 from gateway.owners.usage.meter import Subject, UsageMeter
@@ -25,6 +26,7 @@ from gateway.storage.drivers import typed
 from gateway.storage.tables import jobs
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.job_adapter import JobAdapter
+from gateway.workers.launchers.base import Launcher
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow
@@ -111,6 +113,7 @@ class JobLife:
     settings: GatewaySettings
     database: Database
     supervisor: Supervisor
+    launcher: Launcher
     adapter: JobAdapter
     record: RecordStore
     records: RunRecords
@@ -165,7 +168,7 @@ class JobLife:
             return await self._end_of(job, JobEnd(status=STOPPED, reason="no gateway saw its end"))
         else:
             await self._stored(job, lambda: asyncio.to_thread(write_request, folder, job))
-            # The preflight comes here, before the job asks for devices.
+            await self._pass_preflight(job, folder)
             await self._stored(job, lambda: self.supervisor.place([request_of(job)], holder=key))
             self.supervisor.watch_ends(key, job.note_exit)
         try:
@@ -182,6 +185,19 @@ class JobLife:
         except WorkerStartFailed as error:
             await self._stored(job, progress.read_on)
             return await self._end_of(job, JobEnd(status=1, reason=error.message))
+
+    async def _pass_preflight(self, job: Job, folder: Path) -> None:
+        """Wait until the job could start, without a place. Raises `JobFailed`."""
+        groups = self.supervisor.roster.groups.values()
+        needs = needs_of(
+            job,
+            [group for group in groups if group.suits(request_of(job))],
+            folder=folder,
+            disk_bytes=self.settings.min_free_bytes,
+        )
+        check = partial(self.launcher.preflight, needs, timeout=CHECK_SECONDS)
+        if fault := await Preflight(check, note=job.note_reason).find_fault():
+            raise JobFailed(fault)
 
     async def _watch(self, job: Job, process: str, progress: JobProgress) -> str:
         """Follow a process. Return the reason for its end."""

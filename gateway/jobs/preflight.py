@@ -6,9 +6,13 @@ the fault is the reason of the job's wait."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 
-from tandem.agent.preflight import PreflightCheck
+from gateway.jobs.job import Job
+from gateway.workers.groups import WorkerGroup
+from tandem.agent.preflight import JobNeeds, PreflightCheck
+from tandem.backends.registry import job_backend
 from tandem.errors import WorkerMayRun, WorkerStartFailed, without_paths
 
 PAUSE_SECONDS = 30.0
@@ -18,8 +22,8 @@ CHECK_SECONDS = 20.0
 
 
 class Preflight:
-    """`check` makes one round of checks: `Launcher.preflight` with the job's needs and
-    `CHECK_SECONDS`. `note` gets the reason of the wait after each round, "" at the end."""
+    """`check` makes one round of checks. `note` gets the reason of the wait after a faulty round,
+    and "" after the faults have passed."""
 
     def __init__(
         self,
@@ -34,7 +38,7 @@ class Preflight:
         """Return "" after a round without a fault, or the last fault after `REPEATS` repeats.
 
         Rounds that nobody answers, for example without an agent, do not count."""
-        repeats = 0
+        repeats, noted = 0, False
         while True:
             try:
                 faults = [each for each in await self._check() if each.fault]
@@ -42,13 +46,15 @@ class Preflight:
                 self._note(error.message)
             else:
                 if not faults:
-                    self._note("")
+                    if noted:
+                        self._note("")
                     return ""
                 reason = reason_of(faults[0])
                 if repeats == REPEATS:
                     return reason
                 repeats += 1
                 self._note(f"{reason}; checked again every {PAUSE_SECONDS:g} s")
+            noted = True
             await asyncio.sleep(PAUSE_SECONDS)
 
 
@@ -56,3 +62,21 @@ def reason_of(fault: PreflightCheck) -> str:
     """Return a sentence with code and type. Example: `the job cannot start (10 package_missing):
     trl: not installed: …`."""
     return without_paths(f"the job cannot start ({fault.code} {fault.fault}): {fault}")
+
+
+def needs_of(job: Job, groups: Iterable[WorkerGroup], *, folder: Path, disk_bytes: int) -> JobNeeds:
+    """Return a job's needs on a host. It needs devices if all of its `groups` have them.
+    `disk_bytes` must be free."""
+    found = tuple(groups)
+    per_node = min(
+        (job.plan.processes // g.nodes_for(job.plan.processes) for g in found), default=0
+    )
+    return JobNeeds(
+        framework=job.plan.framework,
+        backend=job.plan.backend,
+        packages=dict(job_backend(job.plan.backend).job_configuration.packages),
+        folder=str(folder),
+        model=job.model.path,
+        devices=0 if any(group.on_host for group in found) else per_node,
+        disk_bytes=disk_bytes,
+    )

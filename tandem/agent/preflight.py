@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,8 +31,9 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from tandem.agent.environment import inherited
 from tandem.agent.host import Accelerator, accelerators, driver_cuda_version, driver_version
+from tandem.backends.frameworks import framework_missing, installed_frameworks
 from tandem.backends.registry import known_backends
-from tandem.errors import InvalidRequest, WorkerStartFailed, describe
+from tandem.errors import FrameworkMissing, InvalidRequest, WorkerStartFailed, describe
 from tandem.protocol.worker import LOOPBACK
 
 SOFTWARE, DEVICES, STORAGE = 10, 20, 30
@@ -81,9 +82,8 @@ class JobNeeds(BaseModel):
 
     - `framework`: the name of its environment. `backend`: a name of the registry, or "" to leave
       that check out.
-    - `python`: the interpreter of the framework's environment, the first word of its command.
-    - `packages`: packages of that environment. A version must begin with the given numbers: "1.16"
-      accepts 1.16.2, and "" accepts any version.
+    - `python`: the interpreter of the framework's environment. "" means that of this machine.
+    - `packages`: packages of that environment, as in `JobConfiguration`.
     - `devices`, `device_bytes`: the number of NVIDIA devices, and the memory of each in bytes. 0
       devices means the cores.
     - `disk_bytes`: free bytes that the job's folder must have.
@@ -93,7 +93,7 @@ class JobNeeds(BaseModel):
 
     framework: str
     backend: str = ""
-    python: str
+    python: str = ""
     packages: dict[str, str] = Field(default_factory=dict)
     folder: str
     model: str
@@ -157,13 +157,18 @@ def _software(
         yield PreflightCheck(name, "unusable", about, "backend_unknown")
     elif needs.backend:
         yield PreflightCheck(name, "known")
+    python = needs.python or "none"
     try:
-        probe = _probe(needs)
+        python = needs.python or _python_of(needs.framework)
+        probe = _probe(python, needs.packages)
+    except FrameworkMissing as error:
+        yield PreflightCheck("interpreter", python, error.message, "interpreter_unusable")
+        return None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         about = f"install the environment of {needs.framework}: {describe(error)}"
-        yield PreflightCheck("interpreter", needs.python, about, "interpreter_unusable")
+        yield PreflightCheck("interpreter", python, about, "interpreter_unusable")
         return None
-    yield PreflightCheck("interpreter", needs.python)
+    yield PreflightCheck("interpreter", python)
     for package, wanted in needs.packages.items():
         version = probe["packages"][package]
         if not version:
@@ -182,9 +187,16 @@ def _software(
     return match[1] if match else ""
 
 
-def _probe(needs: JobNeeds) -> dict[str, Any]:
+def _python_of(framework: str) -> str:
+    """Return the interpreter of a framework's environment here. Raises `FrameworkMissing`."""
+    for found in installed_frameworks((framework,)):
+        return found.python
+    raise framework_missing(framework)
+
+
+def _probe(python: str, packages: Iterable[str]) -> dict[str, Any]:
     done = subprocess.run(
-        [needs.python, "-c", _PROBE, *needs.packages],
+        [python, "-c", _PROBE, *packages],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         cwd="/",  # with -c, Python imports from its folder first

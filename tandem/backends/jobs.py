@@ -6,6 +6,7 @@ runs on a host, in a pod and as a Kubeflow `TrainJob`."""
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -59,11 +60,14 @@ STOPPED = 143
 class JobConfiguration(BaseModel, ABC):
     """A job backend's settings. Subclasses add fields with types and bounds.
 
-    A field that the class does not know is an error. `framework` names the environment."""
+    A field that the class does not know is an error. `framework` names the environment. Its
+    `packages` are checked before a job starts. Each version must begin with the given numbers, so
+    "1.16" accepts 1.16.2, and "" accepts any version."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     framework: ClassVar[str]
+    packages: ClassVar[Mapping[str, str]] = {}
 
     @abstractmethod
     def validate_resources(self, resources: JobResources) -> None:

@@ -38,6 +38,7 @@ class TrlConfiguration(JobConfiguration):
     with `prompt` and `answer`. It samples completions and scores them with `reward`."""
 
     framework: ClassVar[str] = "trl"
+    packages: ClassVar[Mapping[str, str]] = {"trl": "1.16", "torch": "", "transformers": "5"}
 
     method: Method
     learning_rate: float = Field(1e-5, gt=0, le=1, allow_inf_nan=False)

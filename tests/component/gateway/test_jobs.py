@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from gateway.jobs.preflight import REPEATS
+from tandem.agent.preflight import PreflightCheck
 from tandem.backends.jobs import STOPPED
 from tests.support.waiting import wait_until
 
@@ -253,6 +255,42 @@ def test_the_next_gateway_reads_on_and_writes_each_line_once(start):
         assert job.curve()["step"] == [1, 2, 3, 4]
         index = gate.run(gate.gateway.record.summaries([job.id]))[job.id]
         assert index.rows == 4
+
+
+MISSING = (PreflightCheck("trl", "not installed", "install trl 1.16", "package_missing"),)
+
+
+def test_a_job_waits_with_the_fault_of_its_preflight_and_without_a_place(start):
+    with start() as gate:
+        gate.launcher.checks = MISSING
+        job = Submitted(gate)
+        reason = wait_until(lambda: job.about()["reason"])
+        assert "(10 package_missing): trl: not installed: install trl 1.16" in reason
+        assert (gate.placed(), gate.launcher.specs) == ({}, [])
+        (needs,) = gate.launcher.preflights
+        assert (needs.framework, needs.folder, needs.devices) == ("trl", str(job.folder), 0)
+        assert needs.packages["trl"] == "1.16"
+
+
+def test_a_job_starts_when_its_fault_is_repaired(start, monkeypatch):
+    monkeypatch.setattr("gateway.jobs.preflight.PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("gateway.jobs.preflight.REPEATS", 10**6)
+    with start() as gate:
+        gate.launcher.checks = MISSING
+        job = Submitted(gate)
+        wait_until(lambda: len(gate.launcher.preflights) > 1)
+        gate.launcher.checks = ()
+        job.process()
+        wait_until(lambda: job.about()["state"] == "running")
+
+
+def test_a_job_whose_fault_stays_ends_with_it_and_never_had_a_place(start, monkeypatch):
+    monkeypatch.setattr("gateway.jobs.preflight.PAUSE_SECONDS", 0.0)
+    with start() as gate:
+        gate.launcher.checks = MISSING
+        about = Submitted(gate).ended()
+        assert "the job cannot start (10 package_missing)" in about["reason"]
+        assert (len(gate.launcher.preflights), gate.launcher.specs) == (1 + REPEATS, [])
 
 
 @pytest.mark.parametrize(

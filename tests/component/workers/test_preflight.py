@@ -129,6 +129,7 @@ def _weights(machine: Machine) -> Path:
         ("backend_unknown", lambda m, _: m.need(backend="torchtune")),
         ("backend_unknown", lambda m, _: m.backends.update({"trl-sft": "two packages have it"})),
         ("interpreter_unusable", lambda m, _: m.need(python="/nowhere/bin/python")),
+        ("interpreter_unusable", lambda m, _: m.need(framework="not-there", python="")),
         ("interpreter_unusable", lambda m, _: _other_python(m, "exit 1")),
         ("interpreter_unusable", lambda m, _: _other_python(m, "echo no answer")),
         ("package_missing", lambda m, _: m.need(packages={"trl": "1.16", "not-there": ""})),
@@ -164,6 +165,11 @@ def test_the_code_of_several_faults_is_that_of_the_first(machine):
     code, faults = machine.faults()
     assert faults[:3] == ["backend_unknown", "device_missing", "folder_unwritable"]
     assert code == SOFTWARE
+
+
+def test_the_interpreter_may_be_that_of_the_frameworks_environment_here(machine):
+    machine.need(framework="pydantic", python="")
+    assert machine.faults() == (0, [])
 
 
 def test_a_job_on_cores_needs_no_driver(machine):

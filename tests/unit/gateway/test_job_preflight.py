@@ -41,7 +41,7 @@ class Rounds:
 async def test_a_job_without_a_fault_goes_on_at_once():
     rounds = Rounds(GOOD)
     assert await rounds.preflight().find_fault() == ""
-    assert (rounds.times, rounds.notes) == ([0], [(0, "")])
+    assert (rounds.times, rounds.notes) == ([0], [])
 
 
 @in_virtual_time
