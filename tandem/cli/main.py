@@ -29,6 +29,7 @@ from tandem.cli import (
     scale,
     sessions,
     tls,
+    train,
     up,
     usage,
     view,
@@ -44,6 +45,8 @@ app.command("demo", here=True)(demo.demo)
 app.command("chat")(chat.chat)
 app.command("status")(observe.status)
 app.command("top")(groups.top)
+app.command("train")(train.train)
+app.command("jobs")(train.list_jobs)
 app.command("backends")(backends.list_backends)
 app.command("usage")(usage.usage)
 app.command("scale")(scale.scale)

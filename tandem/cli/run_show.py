@@ -103,7 +103,8 @@ def _say_about(about: Row, answer: Row) -> None:
     if about["name"] or about["tags"]:
         tags = f"  [{', '.join(about['tags'])}]" if about["tags"] else ""
         say(printable(f"{about['name'] or '(no name)'}{tags}"))
-    say(f"{about['id']}: {about['base_model']}, {kind}, owner {about['owner']}")
+    framework = f", by {about['framework']}" if about["framework"] else ""
+    say(f"{about['id']}: {about['base_model']}, {kind}{framework}, owner {about['owner']}")
     if (ranks := about["ranks"]) > 1:
         say(_layout(ranks, replicas=about["replicas"], together=about["tensor_parallel"]))
     ended = f", ended {moment(about['ended_at'])}" if about["ended_at"] else ""

@@ -65,7 +65,7 @@ def list_runs(
                 moment(run["created_at"]),
                 ", ".join(run["tags"]),
                 run["owner"],
-                run["base_model"],
+                ", ".join(filter(None, (run["base_model"], run["framework"]))),
             )
             for run in runs
         ],

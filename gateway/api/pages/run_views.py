@@ -77,7 +77,9 @@ class RunViews:
 
     def state_of(self, run: RunRecord) -> tuple[str, str]:
         """Return the state of a run in a word, and why, "" if all is well."""
-        live = self._gateway.runs.get(run.id)
+        jobs, live = self._gateway.jobs, self._gateway.runs.get(run.id)
+        if (job := jobs.find_job(run.id)) is not None:
+            return run.state, run.reason or jobs.explain_job(job)[0]
         if live is None or live.state == "ended":
             return ("failed" if run.failed else "ended"), run.reason
         why = live.error.message if live.error is not None else live.trouble

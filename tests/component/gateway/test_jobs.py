@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from gateway.jobs.preflight import REPEATS
 from tandem.agent.preflight import PreflightCheck
 from tandem.backends.jobs import STOPPED
+from tandem.errors import InvalidField
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -316,3 +317,36 @@ def test_a_faulty_job_is_refused_and_leaves_no_file(gate, changes, sentence):
     assert answer.status_code in (400, 404)
     assert sentence in answer.json()["error"]
     assert not list(gate.settings.data_dir.glob("jobs/*"))
+
+
+def test_the_commands_submit_list_show_and_stop_a_job(gate, tandem, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{ROW}\n")
+    settings = ("--set", "learning_rate=1e-4", "--set", "schedule=cosine")
+    given = ("--model", "tiny", "--data", rows, "--processes", 2, "--name", "by-command")
+    job = json.loads(tandem("train", "trl-sft", *given, *settings, "--json"))
+    assert (job["backend"], job["framework"], job["name"]) == ("trl", "trl", "by-command")
+    chosen = {name: job["configuration"][name] for name in ("method", "learning_rate", "schedule")}
+    assert chosen == {"method": "sft", "learning_rate": 1e-4, "schedule": "cosine"}
+    assert job["id"] in tandem("jobs")
+    assert "2 processes" in tandem("jobs", "by-command")
+    assert "trl" in tandem("runs", "list")
+    with pytest.raises(InvalidField, match="'speed' is no setting of trl"):
+        tandem("train", "trl-sft", *given, "--set", "speed=2")
+    with pytest.raises(InvalidField, match="torchtune is no trainer backend"):
+        tandem("train", "torchtune", *given)
+    assert "has stopped the run" in tandem("runs", "stop", "by-command")
+
+
+def test_the_pages_show_a_job_with_its_framework_and_why_it_waits(start):
+    with start() as gate:
+        gate.launcher.start_gate.clear()
+        gate.launcher.waits_for = "it is number 2 of the cluster"
+        job = Submitted(gate)
+        job.process()
+        wait_until(lambda: job.about()["reason"])
+        for page in ("/", f"/runs/{job.id}"):
+            shown = job.client.get(page).text
+            assert "· trl" in shown
+            assert "queued" in shown
+        gate.run(gate.launcher.start_gate.set)
