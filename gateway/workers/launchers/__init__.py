@@ -24,12 +24,16 @@ _CALL_SECONDS = 60.0
 
 def load_launcher(settings: GatewaySettings) -> None:
     """Import the launcher's packages before the gateway leads, because slow imports would delay its
-    beats. Raises `InvalidRequest` for a missing package or bad templates."""
+    beats. Check the templates, so that a gateway with bad ones replaces no other gateway. Raises
+    `InvalidRequest` for a missing package or bad templates."""
     if settings.launcher == "kubernetes":
         _kubernetes()
+        from gateway.workers.launchers.kubernetes.objects import Home, check_templates
         from gateway.workers.launchers.kubernetes.templates import read_templates
 
-        read_templates(settings.kubernetes)
+        cluster = settings.kubernetes
+        home = Home(settings=cluster, namespace="", volume=settings.data_dir, epoch=0)
+        check_templates(read_templates(cluster), pools=settings.claim_pools, home=home)
 
 
 def make_launchers(settings: GatewaySettings, epoch: Epoch) -> Launchers:

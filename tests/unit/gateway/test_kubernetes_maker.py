@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
 
 from gateway.workers.epoch import Epoch
-from gateway.workers.launchers import make_launchers
+from gateway.workers.launchers import load_launcher, make_launchers
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.authority import Authority
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tests.support.kubernetes.world import Gateway, on_cluster, spec
 
@@ -52,8 +54,8 @@ def test_what_workers_mount_is_there_before_they_are(tmp_path):
     assert (tmp_path / "compiled").is_dir()
 
 
-def launcher_of(chosen: GatewaySettings, cluster):
-    launcher = make_launchers(chosen, Epoch(number=1, superseded=lambda: None))["trainer"]
+def launcher_of(chosen: GatewaySettings, cluster, *, epoch: int = 1):
+    launcher = make_launchers(chosen, Epoch(number=epoch, superseded=lambda: None))["trainer"]
     fake = Gateway(cluster, claims=False)
     launcher._api._connect = fake.launcher._api._connect
     return launcher
@@ -83,6 +85,50 @@ def test_pods_of_the_settings_are_accepted_run_and_leave_nothing(tmp_path):
         await again.stop("trainer-s-1-0")
         assert set(cluster.owned()) == {"resourceclaims"}
         await again.close()
+
+    test()
+
+
+def test_a_changed_template_leaves_running_pods_alone_and_shapes_the_next_pod(tmp_path):
+    """The gateway reads its templates at its start, and an invalid one ends it before that."""
+    file = tmp_path / "trainer-pod.yaml"
+    template = "apiVersion: v1\nkind: Pod\nspec: {%s}\n"
+    about = {"host_memory": 2**30, "group": "train-1"}
+
+    def trainer(name: str) -> WorkerSpec:
+        return spec(name).model_copy(update=about)
+
+    @on_cluster()
+    async def test(cluster):
+        chosen = settings(tmp_path, templates=str(tmp_path), placement="shared")
+        file.write_text(template % "priorityClassName: first")
+        load_launcher(chosen)
+        old = launcher_of(chosen, cluster)
+        await old.list()
+        handle = await old.start(trainer("trainer-s-1-0"))
+        running = deepcopy(cluster.pod("trainer-s-1-0"))
+        assert running["spec"]["priorityClassName"] == "first"
+
+        file.write_text(template % "restartPolicy: Always")
+        with pytest.raises(InvalidRequest, match="restartPolicy: the gateway sets it"):
+            load_launcher(chosen)
+        await old.start(trainer("trainer-s-2-0"))
+        assert old.reports
+        assert cluster.pod("trainer-s-2-0")["spec"]["priorityClassName"] == "first"
+        await old.close()
+
+        file.write_text(template % "priorityClassName: second")
+        load_launcher(chosen)
+        new = launcher_of(chosen, cluster, epoch=2)
+        assert handle in await new.list()
+        await new.start(trainer("trainer-s-3-0"))
+        assert cluster.pod("trainer-s-3-0")["spec"]["priorityClassName"] == "second"
+        found = cluster.pod("trainer-s-1-0")
+        assert found["metadata"]["uid"] == running["metadata"]["uid"]
+        assert found["spec"] == running["spec"]
+        for number in (1, 2, 3):
+            await new.stop(f"trainer-s-{number}-0")
+        await new.close()
 
     test()
 

@@ -16,13 +16,23 @@ def a_gateway(tmp_path, template: str) -> GatewaySettings:
         data_dir=tmp_path / "data",
         launcher="kubernetes",
         database_url="postgresql://nowhere.invalid/none",
-        kubernetes=KubernetesSettings(templates=tmp_path),
+        claim_pools=[{"name": "cpu", "roles": ["trainer", "sampler"]}],
+        kubernetes=KubernetesSettings(templates=tmp_path, trainer_image="t", sampler_image="s"),
     )
 
 
-async def test_a_standby_with_templates_of_which_no_pod_could_be_made_does_not_start(tmp_path):
-    app = create_app(a_gateway(tmp_path, "kind: Service"))
-    with pytest.raises(InvalidRequest, match="a template is a Pod of v1"):
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("kind: Service", "a template is a Pod of v1"),
+        ("apiVersion: v1\nkind: Pod\nspec: {restartPolicy: Always}", "the gateway sets it"),
+    ],
+)
+async def test_a_standby_with_templates_of_which_no_pod_could_be_made_does_not_start(
+    tmp_path, template, fault
+):
+    app = create_app(a_gateway(tmp_path, template))
+    with pytest.raises(InvalidRequest, match=fault):
         async with app.router.lifespan_context(app):
             pass
     assert not (tmp_path / "data").exists()
