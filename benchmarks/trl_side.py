@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset  # type: ignore[import-not-found]  # not in Tandem's environment
+from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer  # type: ignore[import-not-found]
+from trl import GRPOConfig, GRPOTrainer
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
