@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -11,6 +11,9 @@ help:            ## Lists the targets.
 setup:           ## Makes .venv and installs Tandem into it; quick when nothing changed.
 	@scripts/setup.sh
 	@case " $(MAKECMDGOALS) " in *" setup "*) echo "Tandem is set up. Next: make demo, or .venv/bin/tandem up --model NAME=FOLDER (see README.md)" ;; esac
+
+setup-trl: setup ## Makes .venv/trl, the environment of TRL jobs.
+	@scripts/trl.sh
 
 demo: setup      ## Trains a small policy by reinforcement learning, on real parts. ARGS="--seed 1"
 	@.venv/bin/tandem demo $(ARGS)
@@ -27,6 +30,7 @@ test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=
 test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take two thirds of the time.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
+	@scripts/trl.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
 
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
@@ -98,8 +102,7 @@ bench-timeslice: setup ## Measures experiments that share devices, beside the sa
 bench-tracking: setup ## Measures the demo's RL step with and without a record. ARGS="--rounds 4"
 	@.venv/bin/python -m benchmarks.tracking $(ARGS)
 
-bench-trl: setup ## Measures GRPO beside TRL's, on one task in one run. ARGS="--steps 20"
-	@scripts/trl.sh
+bench-trl: setup-trl ## Measures GRPO beside TRL's, on one task in one run. ARGS="--steps 20"
 	@.venv/bin/python -m benchmarks.trl_grpo $(ARGS)
 
 bench-shared: setup ## Measures LoRA runs that share workers, and sessions that share an engine.
@@ -122,7 +125,7 @@ nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines
 	@scripts/triton.sh
 	@scripts/environments.sh
 	@scripts/axe.sh
-	@grep -s -q '^gpu' .venv/.tandem-setup || scripts/trl.sh
+	@scripts/trl.sh
 	@.venv/bin/python -m pytest -m nightly
 	@TANDEM_SAMPLER_ENGINE_PROCESS=on .venv/bin/python -m pytest tests/component/sampler
 	@.venv/bin/python -m tests.fuzz --requests 100000 --seed "$$(date +%Y%m%d)" $(ARGS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv/trl, an environment with TRL and without Tandem, for TRL jobs, `make bench-trl` and tests. TRL would
-# import other packages of Tandem's, such as vLLM, if it found them. torch and its CUDA libraries are links
-# to Tandem's own, so both compute with the same build.
+# Makes .venv/trl, an environment with TRL and without Tandem, for TRL jobs, `make bench-trl` and tests.
+# TRL would import other packages of Tandem's, such as vLLM, if it found them. torch and its CUDA libraries
+# are links to Tandem's own, so both compute with the same build.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 folder=$root/.venv/trl
