@@ -53,7 +53,7 @@ def reward_function(name: str) -> Callable[..., list[float]]:
     return reward
 
 
-class RankReport(TrainerCallback):
+class AttemptFiles(TrainerCallback):  # type: ignore[misc]
     """Writes world and metrics, and marks complete checkpoints. As the collator, it hashes the
     number and line of each training row."""
 
@@ -169,12 +169,12 @@ def make_trainer(job: Json, folder: Path, attempt: Path) -> Any:
         peft_config=LoraConfig(**lora, task_type="CAUSAL_LM") if rank else None,
         **({"reward_funcs": reward_function(chosen["reward"])} if method == "grpo" else {}),
     )
-    trainer.data_collator = report = RankReport(attempt, train, trainer)
+    trainer.data_collator = report = AttemptFiles(attempt, train, trainer)
     trainer.add_callback(report)
     return trainer
 
 
-@record
+@record  # type: ignore[untyped-decorator]
 def main(path: Path) -> None:
     job: Json = json.loads(path.read_bytes())
     check_launcher(job["processes"])
