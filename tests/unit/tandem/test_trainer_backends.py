@@ -73,10 +73,10 @@ def test_a_refused_setting_says_how_to_correct_it(given_values, field, sentence)
     assert raised.value.field == field
 
 
-def test_a_group_of_completions_must_divide_a_step_of_all_processes():
+def test_a_group_of_completions_must_divide_a_batch_of_all_processes():
     made = configure(TRL, {"method": "grpo", "group_size": 6, "batch_size": 3})
     made.validate_resources(JobResources(processes=2))
-    with pytest.raises(InvalidField, match="a step has 9 completions") as raised:
+    with pytest.raises(InvalidField, match="compute 9 completions at once") as raised:
         made.validate_resources(JobResources(processes=3))
     assert raised.value.field == "group_size"
 
