@@ -47,6 +47,8 @@ _DTYPES = {stored: name.removeprefix("torch.") for name, stored in STORED_TYPES.
 _TRAINED = ("F32", "BF16", "F16")
 _STATE_FILE = "rank-0-0.safetensors"
 _HEADS = ("lm_head.weight", "embed_out.weight")
+_MODULES = {"embed_out.weight": "lm_head.weight"}
+"""Names of parameters, by another name in files."""
 _BUFFERS = (".inv_freq", ".masked_bias", ".attn.bias")
 """Endings of tensors that older files hold beside the parameters."""
 _IN_BLOCK = re.compile(r"\.\d+\.(?P<inside>.+)\.weight")
@@ -189,7 +191,11 @@ def _whole_model(source: Path, base: Path) -> _Result:
         training=TrainingSpec(),
         dtype=dtype,
         files=files,
-        parameters={name: each for name, each in found.items() if not name.endswith(left_out)},
+        parameters={
+            _MODULES.get(name, name): each
+            for name, each in found.items()
+            if not name.endswith(left_out)
+        },
         write_others=write_others,
     )
 
