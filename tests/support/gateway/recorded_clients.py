@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 from typing import Any
 
@@ -165,6 +166,10 @@ def use_routes(url: str) -> None:
         ask("DELETE", f"{own}/groups/serve-3/drain")
         ask("POST", f"{own}/keys", owner="ann", role="member")
         ask("PATCH", f"{own}/owners/ann", runs=3)
+        row = json.dumps({"prompt": "2 + 2 =", "completion": " 4"})
+        job: dict[str, Any] = {"backend": "trl", "model": "tiny", "data": {"train": row}}
+        for settings in ({"method": "sft", "steps": 3}, {"method": "sft", "rate": 1}):
+            ask("POST", f"{own}/jobs", **job, processes=2, configuration=settings)
         for path in ("runs", f"runs/{run}", f"runs/{run}/events", "models", "groups", "status"):
             ask("GET", f"{own}/{path}")
         ask("POST", f"{own}/runs/{run}/stop", save=False)

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,9 @@ from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import KEY, Gate, running_gateway
 
-FOLDER = Path(__file__).parents[2] / "golden" / "requests"
-CHANGELOG = Path(__file__).parents[3] / "CHANGELOG.md"
+_ROOT = Path(__file__).parents[3]
+FOLDER = _ROOT / "tests" / "golden" / "requests"
+CHANGELOG = _ROOT / "CHANGELOG.md"
 
 _GPUS = {"device_class": "gpu.nvidia.com", "devices": 2, "awake": 2, "memory_bytes": 80 * 2**30}
 _POOLS = [
@@ -42,7 +44,7 @@ _NOT_REPEATED = ("/telemetry", "/session_heartbeat", "/retrieve_future", "/healt
 """Paths that a client calls at no fixed moment."""
 _SESSION = re.compile(rb"s-(?!0000)[0-9a-f]{12}")
 _OWN = b"s-000000000000"
-"""In place of the gateway's own session, which has the engines of a base model."""
+"""In place of sessions that the gateway makes: for engines of a base model, and for jobs."""
 _RANDOM = re.compile(r"(?<=s-\d{12})-[0-9a-f]{8}")
 """The end of a worker's id."""
 _LARGEST_SEED = 1000
@@ -181,6 +183,7 @@ class Replay:
         text = _SESSION.sub(_OWN, text.encode()).decode()
         text = text.replace(str(self._gate.settings.data_dir), "/data")
         text = text.replace(str(self._gate.settings.data_dir.parent), "")
+        text = text.replace(sys.prefix, "/venv").replace(str(_ROOT), "/tandem")
         return json.loads(_RANDOM.sub("", text))
 
     def _specs(self) -> list[dict[str, Any]]:
@@ -191,7 +194,9 @@ class Replay:
         settings = self._gate.settings
         home = Home(settings=settings.kubernetes, namespace="rl", volume=Path("/data"), epoch=1)
         maker = WorkerMaker(settings, Authority.read(settings.tls_dir), home)
-        made = [pod for spec in self._gate.launcher.specs for pod in maker.make(spec)[1].pods]
+        # There are no pods of jobs yet.
+        specs = [spec for spec in self._gate.launcher.specs if spec.kind != "job"]
+        made = [pod for spec in specs for pod in maker.make(spec)[1].pods]
         found = [self._plain(pod) for pod in made]
         return _differences("pod", found, kind=lambda each: each["metadata"]["labels"][COMPONENT])
 
