@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tandem.errors import CheckpointDamaged, InvalidRequest, LoadFailed
+from tandem.errors import (
+    CheckpointDamaged,
+    InvalidRequest,
+    LoadFailed,
+    describe,
+    without_paths,
+)
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.weights.adapter_files import (
     CONFIG_NAME,
@@ -95,8 +101,9 @@ def import_result(source: Path, base: Path, base_name: str, targets: ImportTarge
     try:
         adapts = (source / CONFIG_NAME).exists()
         result = _adapter(source, base, base_name) if adapts else _whole_model(source, base)
-    except InvalidRequest as error:
-        raise CheckpointDamaged(f"the result of the job is damaged: {error.message}") from error
+    except (InvalidRequest, FileNotFoundError) as error:
+        why = without_paths(describe(error))
+        raise CheckpointDamaged(f"the result of the job is damaged: {why}") from error
     files = BaseModelFiles.of_run(base, result.training, name=base_name)
     version = _write_version(result, targets)
     state = _write_state(result, targets, files)

@@ -11,6 +11,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from sampler_service.weights.adapters import check_adapter
+from sampler_service.weights.loader import read_inventory
 from tandem.errors import CheckpointDamaged
 from tandem.weights import open_version
 from tandem.weights.imported import Imported, ImportTargets, import_result
@@ -74,8 +76,18 @@ def test_a_trainer_continues_a_result_and_computes_its_logprobs(
     manifest = open_version(targets.version_path, name=targets.version)
     assert manifest.adapter == (write is write_adapter)
     assert (manifest.step, manifest.bytes) == (7, found.version_bytes)
+    check_that_an_engine_takes_it(targets.version_path, model, adapter=manifest.adapter)
     train(trainer, 1)
     assert np.abs(logprobs(trainer, data) - expected).max() > 1e-4
+
+
+def check_that_an_engine_takes_it(version: Path, model: Path, *, adapter: bool) -> None:
+    base = read_inventory(model)
+    if adapter:
+        check_adapter(version, base=base, max_rank=8, name="v1")
+    else:
+        assert read_inventory(version).keys() == base.keys()
+        assert (version / "tokenizer.json").exists()
 
 
 def test_a_model_in_several_files_is_imported(models, tmp_path):
