@@ -7,6 +7,7 @@ import re
 import secrets
 import signal
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tandem.backends.jobs import JobEnd
@@ -16,7 +17,10 @@ from tandem.weights.store import fsync_path, write_synced
 _FILE = "end.json"
 _ROOT_CAUSE = re.compile(r"Root Cause.*?rank\s*:\s*(\d+).*?exitcode\s*:\s*(-?\d+)", re.DOTALL)
 """In torchrun's report about its ranks: the first failed one, and its exit status."""
-_OF_TORCHRUN = re.compile(r"torch/distributed/(elastic|run)|failed \(exitcode: ")
+_OF_TORCHRUN = re.compile(r"[EWI]\d{4} .*torch/distributed/")
+"""A line of torchrun's own log."""
+_FAILED = "failed (exitcode: "
+"""Begins torchrun's report, which ends the log."""
 _LINES = 5
 _LONGEST_REASON = 2000
 
@@ -64,9 +68,6 @@ def _recorded(error_file: Path) -> str:
 def _last_lines(output: str) -> str:
     """Return the last lines before torchrun's own report."""
     lines = [line.strip() for line in re.split(r"[\r\n]", output)]
-    ours = [line for line in lines if line]
-    for number, line in enumerate(ours):
-        if _OF_TORCHRUN.search(line):
-            ours = ours[:number]
-            break
+    before = takewhile(lambda line: _FAILED not in line, lines)
+    ours = [line for line in before if line and not _OF_TORCHRUN.match(line)]
     return " | ".join(ours[-_LINES:])

@@ -180,7 +180,8 @@ raise SystemExit(1)
 def test_without_a_recorded_error_the_reason_is_the_last_lines_before_torchruns_report(tmp_path):
     code = """
 print("loading\\nFileNotFoundError: '/data/jobs/x/train.jsonl'")
-print("E1128 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 1) local_rank")
+print("W1128 00:00:00.1 7 torch/distributed/elastic/multiprocessing/api.py:9] Sending SIGTERM")
+print("E1128 00:00:00.2 7 torch/distributed/elastic/multiprocessing/api.py:1] failed (exitcode: 1)")
 print("a table")
 raise SystemExit(1)
 """

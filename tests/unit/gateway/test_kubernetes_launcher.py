@@ -173,6 +173,14 @@ async def test_a_claim_that_is_missing_is_named(cluster):
 
 
 @on_cluster()
+async def test_a_job_is_refused_with_the_ways_to_run_it(cluster):
+    async with Gateway(cluster) as gateway:
+        with pytest.raises(WorkerStartFailed, match="jobs do not run as pods yet: run them with"):
+            await gateway.launcher.start(spec("job-s-1-0", kind="job"))
+        assert cluster.all("pods") == []
+
+
+@on_cluster()
 async def test_pods_of_one_claim_are_made_one_after_the_other(cluster):
     async with Gateway(cluster) as gateway:
         await asyncio.gather(*(gateway.run(f"trainer-s-{n}-0") for n in range(16)))
