@@ -30,6 +30,7 @@ test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=
 test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take two thirds of the time.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
+	@scripts/kubeflow.sh
 	@scripts/trl.sh
 	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
 
@@ -123,6 +124,7 @@ chaos: setup     ## Kills and freezes processes, cuts connections and fills disk
 nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines of all architectures and in their own processes, 100,000 fuzzed requests.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
+	@scripts/kubeflow.sh
 	@scripts/environments.sh
 	@scripts/axe.sh
 	@scripts/trl.sh

@@ -14,6 +14,7 @@ from gateway.jobs.job import Job
 from gateway.runs.record.metrics import SERVER, MetricsRow
 from gateway.storage.data_directory import write_file
 from tandem.backends.jobs import JobEnd
+from tandem.backends.rendering import job_request
 from tandem.weights.store import make_folder, read_record, write_synced
 
 _READ_BYTES = 2**20
@@ -37,14 +38,14 @@ def write_data(folder: Path, contents: Mapping[str, bytes]) -> None:
 
 def write_request(folder: Path, job: Job) -> None:
     """Write `job.json`, which the program of the next attempt reads."""
-    request = {
-        "backend": job.plan.backend,
-        "configuration": job.plan.configuration,
-        "model": job.model.path,
-        "folder": str(folder),
-        "attempt": job.attempt,
-        "processes": job.plan.processes,
-    }
+    request = job_request(
+        backend=job.plan.backend,
+        configuration=job.plan.configuration,
+        model=job.model.path,
+        folder=str(folder),
+        attempt=job.attempt,
+        processes=job.plan.processes,
+    )
     write_file(folder / "job.json", json.dumps(request, indent=1).encode(), synced=True)
 
 

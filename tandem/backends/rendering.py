@@ -69,6 +69,27 @@ def render_job(
     )
 
 
+def job_request(
+    *,
+    backend: str,
+    configuration: Mapping[str, object],
+    model: str,
+    folder: str,
+    attempt: int,
+    processes: int,
+) -> dict[str, object]:
+    """Return the content of `job.json`, which the program reads. `processes` are those of all
+    nodes."""
+    return {
+        "backend": backend,
+        "configuration": dict(configuration),
+        "model": model,
+        "folder": folder,
+        "attempt": attempt,
+        "processes": processes,
+    }
+
+
 def _is_accelerate(word: str) -> bool:
     return PurePath(word).name == "accelerate" or word.startswith("accelerate.commands")
 
