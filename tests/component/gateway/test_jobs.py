@@ -21,7 +21,9 @@ ROW = json.dumps({"prompt": "2 + 2 =", "completion": " 4"})
 
 
 @pytest.fixture
-def start(start, no_wait):
+def start(start, no_wait, monkeypatch):
+    monkeypatch.setattr("gateway.jobs.life._POLL", 0.1)
+    monkeypatch.setattr("gateway.jobs.life._METERED", 0.2)
     return start
 
 
@@ -350,3 +352,20 @@ def test_the_pages_show_a_job_with_its_framework_and_why_it_waits(start):
             assert "· trl" in shown
             assert "queued" in shown
         gate.run(gate.launcher.start_gate.set)
+
+
+def test_jobs_count_toward_the_limit_of_runs_and_the_budget(start):
+    with start(limit={"runs": 1}) as gate:
+        job = Submitted(gate)
+        answer = job.client.post(f"{OWN}/jobs", json=body())
+        assert (answer.status_code, answer.json()["type"]) == (403, "limit_exceeded")
+        model = {"session_id": gate.session_id(), "model_seq_id": 0, "base_model": "tiny:full"}
+        answer = job.client.post("/api/v1/create_model", json=model)
+        assert (answer.status_code, answer.json()["type"]) == (403, "limit_exceeded")
+        job.process()
+        wait_until(lambda: job.about()["state"] == "running")
+        owner = job.about()["owner"]
+        budget = {"device_hours": 1e-9}
+        job.client.patch(f"{OWN}/owners/{owner}", json=budget).raise_for_status()
+        assert "the budget of local is used up" in job.ended()["reason"]
+        assert is_gone(job)
