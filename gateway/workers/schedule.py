@@ -113,13 +113,24 @@ def _refuse_calls(decision: Decision) -> None:
 
 
 def _unserved_since(overview: Overview, row: WorkerRow) -> float | None:
-    """Return the time since when a row has no group, or its launcher does not answer while it is
-    needed. None: neither is so."""
+    """Return the time since when a row has no group, its launcher does not answer while it is
+    needed, or a job holds its devices. None: neither is so."""
     if row.state in ("waiting", "lost", "stopping"):
         return row.since
     if row.state in ("placed", "starting"):
-        return overview.silent.get(overview.group_of(row).launcher_of(row.request.kind))
-    return None
+        silent = overview.silent.get(overview.group_of(row).launcher_of(row.request.kind))
+        if silent is not None:
+            return silent
+    jobs = _jobs_in_the_way(overview, row) if row.state in ("placed", "asleep") else []
+    return min((job.since for job in jobs), default=None)
+
+
+def _jobs_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
+    """Return the jobs that hold devices for which a worker waits."""
+    group = overview.group_of(row)
+    there = overview.on(group) if group.leased else ()
+    jobs = [each for each in there if not each.can_sleep and each.occupies]
+    return jobs if jobs and why_not_on_device(overview, row) else []
 
 
 # --- Reasons --------------------------------------------------------------------------------------
@@ -197,15 +208,14 @@ def _explain_turn(
     if row.key not in keys:
         return WaitReason(reason="its step under way has to end first", seconds=seconds)
     position = keys.index(row.key) + 1
-    no_devices = why_not_on_device(overview, row)
-    why = no_devices or why_not_on_host(overview, row) or "it is next"
+    why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
+    if _jobs_in_the_way(overview, row):
+        why = f"a job holds devices of group {group.name} until it ends"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
             why = f"a worker of group {group.name} cannot be put to sleep"
             if other.owner == row.owner:  # the reason may name the worker's session
                 why = f"{why}: {other.reason}"
-        if no_devices and other.occupies and not other.can_sleep:
-            why = f"a job holds devices of group {group.name} until it ends"
         if other.state == "lost":
             why = f"neither a worker of group {group.name} nor its launcher answers"
     reason = f"{_ordinal(position)} in the queue for the devices of group {group.name}: {why}"

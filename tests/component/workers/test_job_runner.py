@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,11 @@ def ended(folder: Path, code: str, *arguments: str, **about) -> JobEnd:
     with job(folder, code, *arguments, **about) as started:
         assert started.process.wait(timeout=60) == 0
     return end_of(folder)
+
+
+def test_the_worker_imports_no_torch():
+    code = "import sys, trainer_service.jobs.__main__ as _; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_no_shell_reads_the_program_and_its_arguments(tmp_path):

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 
 from gateway.workers.groups import EVERYTHING
-from gateway.workers.overview import Demand
+from gateway.workers.overview import Budgets, Demand
 from gateway.workers.schedule import explain_wait, schedule
-from gateway.workers.steps import AskToYield, PlaceRows, StartWorker, TakeGroup
+from gateway.workers.steps import AskToYield, PlaceRows, RefuseCalls, StartWorker, TakeGroup
 from tandem.settings.sharing import SharingSettings
 from tests.support.gateway.overviews import NOW, overview, row, waits, worker_group
 
@@ -85,6 +85,19 @@ def test_a_higher_priority_waits_for_the_end_of_a_running_job_and_is_told_so(use
     assert (wait.position, wait.seconds) == (1, 600)
     said = "1st in the queue for the devices of group g: a job holds devices of group g"
     assert wait.reason == f"{said} until it ends"
+
+
+@pytest.mark.parametrize("state", ["placed", "asleep"])
+def test_calls_of_an_engine_behind_a_job_are_refused_after_the_patience(state):
+    rows = row("a", "awake", kind="job", since=0), row("e", state, kind="engine")
+    about = {"groups": (group(),), "budgets": Budgets(patience=60)}
+    demand = {"a": Demand(uses=1), "e": waits(since=NOW - 59)}
+    assert schedule(overview(*rows, demand=demand, **about)) == ([], NOW + 1)
+    demand["e"] = waits(since=NOW - 60)
+    refused, *_ = decided(*rows, demand=demand, **about)
+    assert isinstance(refused, RefuseCalls)
+    assert "nobody could serve it within 60 s (1st in the queue" in refused.reason
+    assert "a job holds devices of group g until it ends" in refused.reason
 
 
 def test_a_worker_that_fits_beside_a_job_is_awake_beside_it():
