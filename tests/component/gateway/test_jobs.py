@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.numpy import save_file
 from gateway.jobs.preflight import REPEATS
 from tandem.agent.preflight import PreflightCheck
 from tandem.backends.jobs import STOPPED
-from tandem.errors import InvalidField
+from tandem.errors import InvalidField, JobFailed
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -43,12 +44,14 @@ def body(**changes) -> dict:
 class Submitted:
     """A job, and its present process in the place of a program."""
 
-    def __init__(self, gate, **changes) -> None:
+    def __init__(self, gate, job_id: str = "", **changes) -> None:
         self.gate = gate
         self.client = gate.http()
-        answer = self.client.post(f"{OWN}/jobs", json=body(**changes))
-        assert answer.status_code == 200, answer.text
-        self.id = answer.json()["id"]
+        self.id = job_id
+        if not job_id:
+            answer = self.client.post(f"{OWN}/jobs", json=body(**changes))
+            assert answer.status_code == 200, answer.text
+            self.id = answer.json()["id"]
         self.folder = gate.settings.data_dir / "jobs" / self.id.replace(":", "_")
 
     def about(self) -> dict:
@@ -369,3 +372,30 @@ def test_jobs_count_toward_the_limit_of_runs_and_the_budget(start):
         job.client.patch(f"{OWN}/owners/{owner}", json=budget).raise_for_status()
         assert "the budget of local is used up" in job.ended()["reason"]
         assert is_gone(job)
+
+
+def test_a_followed_job_prints_its_steps_and_its_result(gate, tandem, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{ROW}\n")
+    given = ("trl-sft", "--model", "tiny", "--data", rows, "--follow", "--name")
+
+    def carry_out(status: int) -> None:
+        found = wait_until(lambda: gate.run(gate.gateway.jobs.all))
+        job = Submitted(gate, found[0].run_id)
+        wait_until(lambda: any(s.run_id == job.id for s in gate.launcher.specs))
+        gate.launcher.specs[:] = [s for s in gate.launcher.specs if s.run_id == job.id]
+        job.process()
+        job.log(1, 2)
+        job.write_result()
+        job.exit(status, reason="rank 0 ended")
+
+    with ThreadPoolExecutor() as threads:
+        done = threads.submit(carry_out, 0)
+        shown = tandem("train", *given, "followed")
+        done.result()
+        assert "step 2  tandem/loss 0.5" in shown
+        assert "/sampler_weights/final" in shown
+        done = threads.submit(carry_out, 1)
+        with pytest.raises(JobFailed, match="rank 0 ended"):
+            tandem("train", *given, "failing")
+        done.result()
