@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlencode
 
 import orjson
 import typer
+import yaml
 
+from tandem.backends.jobs import JobResources
+from tandem.backends.kubeflow import render_trainjob
+from tandem.backends.registry import descriptions, job_backend
+from tandem.backends.rendering import configure
 from tandem.cli import run_show
 from tandem.cli.context import (
     DataDir,
@@ -23,9 +29,18 @@ from tandem.cli.context import (
 from tandem.cli.run_names import run_in_url
 from tandem.cli.run_values import done, main_value
 from tandem.cli.tables import Column, moment, printable, say_rest, show_table
-from tandem.errors import JobFailed, UserError
+from tandem.errors import InvalidField, JobFailed, UserError
 
 _UPLOAD_SECONDS = 600.0
+
+
+class Rendering(StrEnum):
+    TRAINJOB = "trainjob"
+
+
+class Device(StrEnum):
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 def train(
@@ -35,7 +50,7 @@ def train(
     ],
     model: Annotated[str, typer.Option("--model", help="A base model; `tandem models list`.")],
     data: Annotated[
-        Path, typer.Option("--data", exists=True, dir_okay=False, help="Rows, as JSON lines.")
+        str, typer.Option("--data", metavar="FILE", help="Rows, as JSON lines. See --render.")
     ],
     held_out: Annotated[
         Path | None,
@@ -59,18 +74,62 @@ def train(
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Print steps until the end or Ctrl-C.")
     ] = False,
+    render: Annotated[
+        Rendering | None,
+        typer.Option(
+            "--render",
+            help="Submit nothing, and write a TrainJob of Kubeflow with its runtime. --model and "
+            "--data are hf://OWNER/NAME or s3://BUCKET/PREFIX.",
+        ),
+    ] = None,
+    image: Annotated[
+        str, typer.Option("--image", help="For --render: built by deploy/trl.Dockerfile.")
+    ] = "",
+    nodes: Annotated[
+        int, typer.Option("--nodes", min=1, help="For --render, each with --processes.")
+    ] = 1,
+    device: Annotated[
+        Device, typer.Option("--device", help="For --render, of each process.")
+    ] = Device.CUDA,
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Train a model with another framework, as a job.
 
     `tandem backends` lists frameworks, methods and settings. The job is a run, so `tandem runs`
-    shows and stops it too.
+    shows and stops it too. With --render, kubectl creates the job instead: see docs/jobs.md.
 
     Example: tandem train trl-sft --model tiny --data rows.jsonl --set learning_rate=1e-4"""
-    backend, method = _backend_of(what, call(data_dir, "GET", "backends")["backends"])
-    configuration = {**({"method": method} if method else {}), **_settings(settings or [])}
-    texts = {"train": data.read_text(encoding="utf-8")}
+    if render is not None:
+        without = {
+            "--eval": held_out is not None,
+            "--tags": bool(tags),
+            "--group": bool(group),
+            "--priority": bool(priority),
+            "--max-restarts": bool(max_restarts),
+            "--deadline": bool(deadline),
+            "--follow": follow,
+        }
+        if given := [option for option, used in without.items() if used]:
+            raise UserError(f"{given[0]} is for Tandem's own queue; leave it out with --render")
+        documents = _trainjob(
+            what,
+            settings or [],
+            name=name,
+            model=model,
+            data=data,
+            image=image,
+            resources=JobResources(processes=processes, nodes=nodes, device=device.value),
+        )
+        end_if_json(as_json, documents)
+        print(yaml.safe_dump_all(documents, sort_keys=False), end="")
+        return
+    if image or nodes > 1 or device is not Device.CUDA:
+        raise UserError("--image, --nodes and --device are for --render")
+    backend, configuration = _configuration(
+        what, call(data_dir, "GET", "backends")["backends"], settings or []
+    )
+    texts = {"train": Path(data).read_text(encoding="utf-8")}
     if held_out is not None:
         texts["eval"] = held_out.read_text(encoding="utf-8")
     body = {
@@ -159,6 +218,46 @@ def list_jobs(
         empty="No jobs.",
     )
     say_rest(len(jobs), total, "jobs")
+
+
+def _trainjob(
+    what: str,
+    settings: list[str],
+    *,
+    name: str,
+    model: str,
+    data: str,
+    image: str,
+    resources: JobResources,
+) -> list[Row]:
+    """Return the manifests of a job, with the backends of this machine. No gateway is asked."""
+    if not image:
+        raise InvalidField("--render needs --image: the cluster pulls it", field="image")
+    known = [
+        {"name": backend, "kind": "" if isinstance(about, str) else about.kind}
+        for backend, about in descriptions().items()
+    ]
+    backend, configuration = _configuration(what, known, settings)
+    described = job_backend(backend)
+    return list(
+        render_trainjob(
+            described,
+            configure(described, configuration),
+            name=name or what,
+            model=model,
+            data=data,
+            image=image,
+            resources=resources,
+        )
+    )
+
+
+def _configuration(
+    what: str, backends: list[Row], settings: list[str]
+) -> tuple[str, dict[str, Any]]:
+    """Return the backend's name, and the configuration with its method."""
+    backend, method = _backend_of(what, backends)
+    return backend, {**({"method": method} if method else {}), **_settings(settings)}
 
 
 def _backend_of(what: str, backends: list[Row]) -> tuple[str, str]:
