@@ -103,6 +103,7 @@ class Refusal(Answer):
     retry_after_seconds: float | None = Field(
         None, description="Of 429, 503 and 507: when to try again."
     )
+    field: str | None = Field(None, description="Of `invalid_field`: the setting's dotted path.")
     queue_position: int | None = Field(None, description="Of 429: the position in the queue.")
 
 
