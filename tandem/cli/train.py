@@ -97,7 +97,7 @@ def train(
     """Train a model with another framework, as a job.
 
     `tandem backends` lists frameworks, methods and settings. The job is a run, so `tandem runs`
-    shows and stops it too. With --render, kubectl creates the job instead: see docs/jobs.md.
+    shows and stops it too. With --render, kubectl creates the job instead.
 
     Example: tandem train trl-sft --model tiny --data rows.jsonl --set learning_rate=1e-4"""
     if render is not None:
