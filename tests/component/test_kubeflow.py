@@ -1,22 +1,22 @@
-"""Kubeflow's own package reads our TrainJobs, and torchrun reads the variables of its nodes."""
+"""Kubeflow's own package reads our TrainJobs, and torchrun their variables."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import jsonschema
 import pytest
+import torch.distributed.run
 import yaml
 
 from tandem.backends.jobs import JobResources
 from tandem.backends.kubeflow import RESERVED
 from tests.support.kubeflow import Manifest, rendered
-from tests.support.ports import known_port
 
+TWO_NODES = JobResources(processes=2, nodes=2)
 PACKAGES = Path(sys.prefix) / "kubeflow"
 OFFERS = (
     JobResources(),
@@ -98,34 +98,24 @@ def test_kubeflows_sdk_finds_the_trainer_of_each_runtime(found):
     assert found["trainers"] == [["trl", "registry.example.org/tandem-trl:0.2.0", 1]] * 3
 
 
-def test_torchrun_gives_the_ranks_of_kubeflows_nodes_to_the_program(tmp_path):
-    """Two pods of one TrainJob, with the variables that Kubeflow's torch plugin sets in each."""
-    _runtime, job = rendered({"method": "sft"}, JobResources(processes=2, nodes=2))
-    trainer = job["spec"]["trainer"]
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import os, pathlib, sys\n"
-        "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_PORT')\n"
-        "about = [os.environ[each] for each in names]\n"
-        "pathlib.Path(sys.argv[2] + '.' + about[0]).write_text(' '.join(about))\n"
-    )
-    port = str(known_port())
-    nodes = []
-    for node in range(trainer["numNodes"]):
-        values = (trainer["numNodes"], trainer["numProcPerNode"], node, "127.0.0.1", port)
-        pets = dict(zip(RESERVED, map(str, values), strict=True))
-        environment = {each["name"]: each["value"] for each in trainer["env"]} | pets
-        command = [sys.executable, *trainer["command"][1:], str(program), "--job", tmp_path / "job"]
-        nodes.append(subprocess.Popen(command, env=os.environ | environment))
-    try:
-        assert [each.wait(timeout=180) for each in nodes] == [0, 0]
-    finally:
-        for each in nodes:
-            each.kill()
-            each.wait()
-    told = sorted(each.read_text().split() for each in tmp_path.glob("job.*"))
-    assert [each[:3] for each in told] == [[str(n), str(n % 2), "4"] for n in range(4)]
-    assert {each[3] for each in told} == {port}
+@pytest.mark.parametrize("node", [0, 1])
+def test_the_launcher_reads_the_ranks_of_kubeflows_nodes(monkeypatch, node):
+    trainer = rendered({"method": "sft"}, TWO_NODES)[1]["spec"]["trainer"]
+    for name, value in pets(trainer, node, port=29500).items():
+        monkeypatch.setenv(name, value)
+    assert trainer["command"][1:] == ["-m", torch.distributed.run.__name__]
+    read = torch.distributed.run.get_args_parser().parse_args(trainer["args"])
+    config, _program, arguments = torch.distributed.run.config_from_args(read)
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 2)
+    assert config.rdzv_backend == "static"
+    assert (config.rdzv_configs["rank"], config.rdzv_endpoint) == (node, "127.0.0.1:29500")
+    assert [each for each in arguments if not each.startswith("-")][-1] == trainer["args"][-1]
+
+
+def pets(trainer: Manifest, node: int, *, port: int) -> dict[str, str]:
+    """Return the variables that Kubeflow's torch plugin sets in the pod of a node."""
+    values = (trainer["numNodes"], trainer["numProcPerNode"], node, "127.0.0.1", port)
+    return dict(zip(RESERVED, map(str, values), strict=True))
 
 
 def strict(schema: Manifest) -> Manifest:
