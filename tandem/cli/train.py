@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
 import orjson
@@ -32,15 +31,6 @@ from tandem.cli.tables import Column, moment, printable, say_rest, show_table
 from tandem.errors import InvalidField, JobFailed, UserError
 
 _UPLOAD_SECONDS = 600.0
-
-
-class Rendering(StrEnum):
-    TRAINJOB = "trainjob"
-
-
-class Device(StrEnum):
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 def train(
@@ -75,7 +65,7 @@ def train(
         bool, typer.Option("--follow", "-f", help="Print steps until the end or Ctrl-C.")
     ] = False,
     render: Annotated[
-        Rendering | None,
+        Literal["trainjob"] | None,
         typer.Option(
             "--render",
             help="Submit nothing, and write a TrainJob of Kubeflow with its runtime. --model and "
@@ -89,8 +79,8 @@ def train(
         int, typer.Option("--nodes", min=1, help="For --render, each with --processes.")
     ] = 1,
     device: Annotated[
-        Device, typer.Option("--device", help="For --render, of each process.")
-    ] = Device.CUDA,
+        Literal["cpu", "cuda"], typer.Option("--device", help="For --render, of each process.")
+    ] = "cuda",
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -119,12 +109,12 @@ def train(
             model=model,
             data=data,
             image=image,
-            resources=JobResources(processes=processes, nodes=nodes, device=device.value),
+            resources=JobResources(processes=processes, nodes=nodes, device=device),
         )
         end_if_json(as_json, documents)
         print(yaml.safe_dump_all(documents, sort_keys=False), end="")
         return
-    if image or nodes > 1 or device is not Device.CUDA:
+    if image or nodes > 1 or device != "cuda":
         raise UserError("--image, --nodes and --device are for --render")
     backend, configuration = _configuration(
         what, call(data_dir, "GET", "backends")["backends"], settings or []
