@@ -121,12 +121,11 @@ class TrlConfiguration(JobConfiguration):
         return self
 
     def validate_resources(self, resources: JobResources) -> None:
-        # An evaluation does not accumulate batches, and TRL asks for whole groups in it too.
-        completions = resources.processes * resources.nodes * self.batch_size
+        completions = self.batch_size * self.gradient_accumulation
         if self.group_size is not None and completions % self.group_size:
             raise InvalidField(
-                f"group_size is {self.group_size}, and the processes compute {completions} "
-                "completions at once (processes · nodes · batch_size), which it must divide",
+                f"group_size is {self.group_size}, and each process has {completions} completions "
+                "in a step (batch_size · gradient_accumulation), which it must divide",
                 field="group_size",
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import psutil
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.wire.v1 import tinker_pb2 as wire
+from tests.support.local_trainer import forward_backward, make, step, weights
+from tests.support.trainer_worker import datum
 from tests.support.trl_jobs import DATA, MESSAGES, PYTHON, ROOT, TrlJob, needs_trl, write_model
 from tests.support.waiting import wait_until
 
@@ -128,3 +132,54 @@ def test_each_method_trains_adapters_and_whole_models(tmp_path, model, method, m
         assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     else:
         AutoModelForCausalLM.from_pretrained(job.folder / "result")
+
+
+@pytest.mark.nightly
+def test_a_job_that_dies_after_its_last_step_still_writes_its_result(tmp_path, model):
+    job = TrlJob(tmp_path / "job", model)
+    job.write_data(MESSAGES, MESSAGES[:4])
+    job.run({**LORA, "steps": 3})
+    wanted = job.result()
+    shutil.rmtree(job.folder / "result")
+    job.run({**LORA, "steps": 3}, attempt=2)
+    found = job.result()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    assert len(job.values("loss", 2)) == 0
+
+
+@pytest.mark.nightly
+def test_the_first_loss_and_update_are_those_of_fsdp2(tmp_path, model):
+    rows, rate = DATA["sft"][:4], 1e-3
+    job = TrlJob(tmp_path / "job", model, processes=1)
+    job.write_data(rows)
+    same = {"learning_rate": rate, "schedule": "constant", "max_grad_norm": 0}
+    job.run({"method": "sft", "batch_size": 4, "steps": 1, **same})
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    data, completions = [], []
+    for row in rows:
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        tokens = [*prompt, *tokenizer(row["completion"] + tokenizer.eos_token)["input_ids"]]
+        completions.append(len(tokens) - len(prompt))
+        data.append((tokens, len(prompt)))
+    operations = make(model, None)
+    before = weights(operations)
+    output = forward_backward(operations, [_shifted(*one, sum(completions)) for one in data])
+    step(operations, lr=rate, decay=0.0)
+    after = weights(operations)
+
+    assert output.metrics["loss:sum"] == pytest.approx(job.values("loss")[0], abs=1e-2)
+    result = job.result()
+    assert result.keys() <= after.keys()
+    ours = torch.cat([(after[name] - before[name]).flatten() for name in result])
+    theirs = torch.cat([(result[name] - before[name]).flatten() for name in result])
+    cosine = torch.nn.functional.cosine_similarity(ours, theirs, dim=0)
+    print(f"losses {output.metrics['loss:sum']} {job.values('loss')[0]}, cosine {cosine}")
+    assert cosine > 0.99
+
+
+def _shifted(tokens: list[int], prompt: int, completions: int) -> wire.Datum:
+    """Each completion token has an equal weight, as in TRL's mean over a batch's tokens."""
+    targets = tokens[1:]
+    part = [float(place >= prompt) / completions for place in range(1, len(tokens))]
+    return datum(tokens[:-1], targets=targets, weights=part)

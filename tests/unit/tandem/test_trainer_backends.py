@@ -73,11 +73,12 @@ def test_a_refused_setting_says_how_to_correct_it(given_values, field, sentence)
     assert raised.value.field == field
 
 
-def test_a_group_of_completions_must_divide_a_batch_of_all_processes():
-    made = configure(TRL, {"method": "grpo", "group_size": 6, "batch_size": 3})
-    made.validate_resources(JobResources(processes=2))
-    with pytest.raises(InvalidField, match="compute 9 completions at once") as raised:
-        made.validate_resources(JobResources(processes=3))
+def test_a_group_of_completions_must_divide_a_step_of_each_process():
+    values = {"method": "grpo", "group_size": 6, "batch_size": 3}
+    divided = configure(TRL, {**values, "gradient_accumulation": 2})
+    divided.validate_resources(JobResources(processes=2))
+    with pytest.raises(InvalidField, match="each process has 3 completions") as raised:
+        configure(TRL, values).validate_resources(JobResources(processes=2))
     assert raised.value.field == "group_size"
 
 

@@ -142,7 +142,7 @@ def make_trainer(job: Json, folder: Path, attempt: Path) -> Any:
         max_steps=chosen["steps"] or -1,
         num_train_epochs=chosen["epochs"],
         per_device_train_batch_size=chosen["batch_size"],
-        per_device_eval_batch_size=chosen["batch_size"],
+        per_device_eval_batch_size=chosen["group_size"] or chosen["batch_size"],
         gradient_accumulation_steps=chosen["gradient_accumulation"],
         gradient_checkpointing=cuda,
         lr_scheduler_type=chosen["schedule"],
