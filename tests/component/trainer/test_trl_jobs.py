@@ -96,7 +96,10 @@ def test_other_starts_than_by_torchrun_with_all_processes_end_with_the_reason(tm
     elastic = {"TORCHELASTIC_RUN_ID": "1", "WORLD_SIZE": "1", "RANK": "0"}
     starts = {
         "the job has 2 processes, but WORLD_SIZE is 1": ([PYTHON, *program], elastic),
-        "accelerate launch is refused": ([PYTHON, *accelerate, *program], {}),
+        "torchrun must start this program: accelerate launch ignores PET_*": (
+            [PYTHON, *accelerate, *program],
+            {},
+        ),
     }
     processes = {
         reason: subprocess.Popen(

@@ -31,7 +31,6 @@ from transformers import AutoTokenizer, TrainerCallback
 
 Json = dict[str, Any]
 ROW = "row"  # the column with a row's number in its file
-COMPLETE = "complete"  # a checkpoint's last file
 COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected", "label", "answer")
 SETTINGS = (
     *("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "seed", "logging_steps"),
@@ -95,16 +94,13 @@ class AttemptFiles(TrainerCallback):  # type: ignore[misc]
     def on_save(self, args: Any, state: Any, _control: Any, **_more: Any) -> None:
         dist.barrier()
         if dist.get_rank() == 0:
-            checkpoint = Path(args.output_dir, f"checkpoint-{state.global_step}")
-            sync(checkpoint)
-            (checkpoint / COMPLETE).touch()
+            sync(checkpoint := Path(args.output_dir, f"checkpoint-{state.global_step}"))
+            (checkpoint / "complete").touch()
 
 
 def check_launcher(processes: int) -> None:
-    if "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise RuntimeError("accelerate launch is refused, because it ignores PET_*: use torchrun")
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        raise RuntimeError("torchrun did not start this process: TORCHELASTIC_RUN_ID is not set")
+    if "ACCELERATE_MIXED_PRECISION" in os.environ or "TORCHELASTIC_RUN_ID" not in os.environ:
+        raise RuntimeError("torchrun must start this program: accelerate launch ignores PET_*")
     if (world := int(os.environ["WORLD_SIZE"])) != processes:
         raise RuntimeError(f"the job has {processes} processes, but WORLD_SIZE is {world}")
 
@@ -115,11 +111,10 @@ def sync(folder: Path) -> None:
             os.fsync(file.fileno())
 
 
-def newest_checkpoint(state: Path) -> str | None:
-    """Return the newest complete checkpoint. Rank 0 deletes incomplete ones after it."""
+def newest_checkpoint(state: Path) -> Path | None:
     for each in sorted(state.glob("checkpoint-*"), key=lambda path: -int(path.name.split("-")[1])):
-        if (each / COMPLETE).exists():
-            return str(each)
+        if (each / "complete").exists():
+            return each
         if dist.get_rank() == 0:
             shutil.rmtree(each)
     return None
@@ -128,7 +123,7 @@ def newest_checkpoint(state: Path) -> str | None:
 def read(path: Path) -> Dataset:
     rows = enumerate(map(json.loads, path.read_bytes().splitlines()))
     known = ({key: row[key] for key in COLUMNS if key in row} | {ROW: n} for n, row in rows)
-    return Dataset.from_list(list(known))
+    return Dataset.from_list([*known])
 
 
 def make_trainer(job: Json, folder: Path, attempt: Path) -> Any:
@@ -152,7 +147,6 @@ def make_trainer(job: Json, folder: Path, attempt: Path) -> Any:
         eval_on_start=held_out.exists(),
         logging_nan_inf_filter=False,
         remove_unused_columns=False,
-        report_to="none",
         disable_tqdm=True,
         use_cpu=not cuda,
         bf16=bf16,
@@ -183,7 +177,13 @@ def main(path: Path) -> None:
     trainer = make_trainer(job, folder, attempt)
     checkpoint = newest_checkpoint(folder / "state")
     dist.barrier()
-    trainer.train(resume_from_checkpoint=checkpoint)
+    saved = checkpoint and trainer.state.load_from_json(str(checkpoint / "trainer_state.json"))
+    if saved and saved.global_step >= saved.max_steps:  # TRL would train one more step
+        trainer._load_from_checkpoint(str(checkpoint))
+        trainer.state = saved
+        trainer.callback_handler.on_train_end(trainer.args, saved, trainer.control)
+    else:
+        trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     if dist.get_rank() == 0:
