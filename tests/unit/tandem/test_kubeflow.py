@@ -208,6 +208,6 @@ def test_a_name_or_place_that_the_cluster_cannot_use_is_refused(field, value):
 
 
 def test_resources_that_the_configuration_cannot_use_are_refused():
-    with pytest.raises(InvalidField, match="16 completions") as raised:
+    with pytest.raises(InvalidField, match="8 completions") as raised:
         rendered({"method": "grpo", "group_size": 6}, JobResources(processes=2))
     assert raised.value.field == "group_size"
