@@ -47,7 +47,7 @@ dist.all_reduce(total)
 said = {"world": dist.get_world_size(), "total": total.item(), "omp": os.environ["OMP_NUM_THREADS"]}
 with open(f"rank-{dist.get_rank()}.json", "w") as file:
     json.dump(said, file)
-print(f"rank {dist.get_rank()} has added\n", end="", flush=True)
+print(f"rank {dist.get_rank()} has added\\n", end="", flush=True)
 dist.destroy_process_group()
 """
 
