@@ -75,8 +75,9 @@ class Objective:
 
     `reference_weight` adds that weight · (ref - mu) to each token's advantage, for log
     probabilities ref under the reference and mu under the sampler. Its gradient is that of the KL
-    to the reference. With `kl_type` the server adds its own estimate to the loss instead, and
-    aggregates.
+    to the reference. Without an estimator, the batch's mean of ref - mu is subtracted: a baseline
+    keeps the gradient, and good tokens gain where all ratios are negative. With `kl_type` the
+    server adds its own estimate to the loss instead, and aggregates.
 
     `dynamic_sampling` drops groups with equal rewards. `overlong_buffer` lowers the rewards of
     answers within that many tokens of `max_tokens`, by 1 at most. `mask_truncated` learns nothing
@@ -173,9 +174,15 @@ class Objective:
                 for inputs, found in zip(extra, scored, strict=True):
                     inputs["ref_logprobs"] = found
             else:
+                ratios = [
+                    _log_ratio(found, row.logprobs) for row, found in zip(rows, scored, strict=True)
+                ]
+                baseline = 0.0
+                if self.estimator is None:
+                    baseline = _mean(ratios, [row.mask for row in rows])
                 values = [
-                    value + self.reference_weight * row.mask * _log_ratio(found, row.logprobs)
-                    for value, row, found in zip(values, rows, scored, strict=True)
+                    value + self.reference_weight * row.mask * (ratio - baseline)
+                    for value, row, ratio in zip(values, rows, ratios, strict=True)
                 ]
         if not self.kl_type:
             weights = self._weights([row.mask for row in rows])
@@ -267,6 +274,13 @@ def _longest_answer(rollout: Rollout) -> int:
 def _differ(rewards: Sequence[float]) -> bool:
     array = np.asarray(rewards)[None]
     return bool(len(rewards) and dynamic_sampling(array > array.min())[0])
+
+
+def _mean(values: Sequence[Floats], masks: Sequence[Floats]) -> float:
+    """Return the mean over the tokens with mask 1."""
+    count = sum(float(mask.sum()) for mask in masks)
+    total = sum(float(each @ mask) for each, mask in zip(values, masks, strict=True))
+    return total / max(count, 1.0)
 
 
 def _log_ratio(reference: Floats, logprobs: Floats) -> Floats:

@@ -185,6 +185,20 @@ async def test_a_kl_to_the_reference_is_in_the_advantages_or_in_the_servers_loss
         await server.data(groups)
 
 
+async def test_a_teacher_that_likes_no_answer_still_rewards_the_better_tokens():
+    rng = np.random.default_rng(0)
+    groups = [Table().group(rng, number) for number in range(4)]
+    strict = Table.that_knows()
+    with torch.no_grad():
+        strict.logits[:, 1] += 20.0  # a token that the policy gives no more often than others
+    made = objective("distillation", aggregation="token_sum")
+    data = await made.data(groups, reference=TableReference(strict))
+    tokens = np.concatenate([values(datum, "target_tokens") for datum in data])
+    advantages = np.concatenate([values(datum, "advantages") for datum in data])
+    assert advantages.sum() == pytest.approx(0, abs=1e-4)
+    assert (advantages[tokens == 1] > 0).all() and (advantages[tokens == 0] < 0).all()
+
+
 async def test_a_token_without_a_finite_logprob_gives_no_kl():
     turn = Turn(observation=[0], tokens=[1], logprobs=[-np.inf], steps=[0])
     answers = group(Rollout(turns=[turn], reward=0.0))
