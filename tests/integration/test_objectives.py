@@ -191,10 +191,12 @@ def test_preferences_teach_to_add(seed, stack, warm):
         for each in SUMS
         for bad in mistakes(int(str(each.data["answer"])))
     ]
-    settings = {"batch_size": 50, "epochs": 10, "learning_rate": 3e-4, "seed": seed}
+    settings = {"batch_size": 50, "epochs": 10, "learning_rate": 1e-4, "seed": seed}
     with started(stack, warm) as training:
         before = accuracies(training)
-        done = dpo(training, pairs, DPOConfig(**settings), evaluation=pairs[:50], tracked=False)
+        done = dpo(
+            training, pairs, DPOConfig(**settings, beta=0.5), evaluation=pairs[:50], tracked=False
+        )
         after = accuracies(training)
     print(f"dpo, seed {seed}: {before} to {after}, {done.evaluations}")
     assert done.evaluations[done.step]["accuracy"] > 0.95
