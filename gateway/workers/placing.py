@@ -155,7 +155,7 @@ def _search(
 ) -> tuple[WorkerGroup, ...] | str:
     if not rows:
         return ()
-    row, why = rows[0], f"no group suits it{_allowed(rows[0].request)}"
+    row, why = rows[0], f"no group{_allowed(rows[0].request)} suits it{_ranks(rows[0].request)}"
     groups = [group for group in overview.groups.values() if group.suits(row.request)]
     faults: list[str] = []
     for group in sorted(groups, key=lambda group: _preference(overview, group)):
@@ -178,6 +178,10 @@ def _alike(one: WorkerRequest, other: WorkerRequest) -> bool:
 
 def _allowed(request: WorkerRequest) -> str:
     return f" among {', '.join(request.groups)}" if request.groups else ""
+
+
+def _ranks(request: WorkerRequest) -> str:
+    return f": none has devices for {request.ranks} ranks" if request.ranks > 1 else ""
 
 
 def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, bool, int]:

@@ -52,8 +52,9 @@ def described_frameworks() -> set[str]:
 
 def job_backend(name: str) -> BackendDescription:
     """Return a usable job backend. Raises `InvalidField` with the field `backend`."""
-    if name in REFUSED:
-        raise InvalidField(REFUSED[name], field="backend")
+    framework = name.partition("-")[0]  # `tandem train` writes the method behind it
+    if framework in REFUSED:
+        raise InvalidField(REFUSED[framework], field="backend")
     found = descriptions()
     described = found.get(name)
     if isinstance(described, str):

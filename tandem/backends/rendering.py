@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path, PurePath
 
 from pydantic import ValidationError
@@ -24,7 +25,7 @@ def configure(backend: BackendDescription, values: Mapping[str, object]) -> JobC
     try:
         return backend.job_configuration.model_validate(dict(values))
     except ValidationError as error:
-        raise _invalid_field(error, backend.name) from None
+        raise _invalid_field(error, backend) from None
 
 
 def job_paths(
@@ -94,12 +95,16 @@ def _is_accelerate(word: str) -> bool:
     return PurePath(word).name == "accelerate" or word.startswith("accelerate.commands")
 
 
-def _invalid_field(error: ValidationError, backend: str) -> InvalidField:
+def _invalid_field(error: ValidationError, backend: BackendDescription) -> InvalidField:
     fault = error.errors(include_url=False)[0]
     raised = fault.get("ctx", {}).get("error")
     if isinstance(raised, InvalidField):  # from a validator of the configuration
         return raised
     field = ".".join(map(str, fault["loc"]))
     if fault["type"] == "extra_forbidden":
-        return InvalidField(f"{field[:100]!r} is no setting of {backend}", field=field)
+        close = get_close_matches(field, backend.job_configuration.model_fields, n=1)
+        advice = f"did you mean {close[0]}?" if close else "`tandem backends --json` lists them"
+        return InvalidField(
+            f"{field[:100]!r} is no setting of {backend.name}; {advice}", field=field
+        )
     return InvalidField(f"{field}: {fault['msg'].removeprefix('Value error, ')}", field=field)
