@@ -55,6 +55,7 @@ class DPOConfig(SFTConfig):
 @dataclass(frozen=True, kw_only=True)
 class KTOConfig(SFTConfig):
     """Settings of `kto`. `beta` is as for DPO. The weights are those of good and bad answers.
+    If one answer of four is good, a `desirable_weight` of 3 balances them.
 
     `estimate_kl` computes the KL to the reference for each batch, from prompts with the answers of
     other rows. This costs a forward pass. Without it the KL counts as 0."""

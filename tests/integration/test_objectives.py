@@ -205,7 +205,8 @@ def test_preferences_teach_to_add(seed, stack, warm):
     judged = [Judgement(pair.prompt, pair.chosen, True) for pair in pairs[::3]]
     judged += [Judgement(pair.prompt, pair.rejected, False) for pair in pairs]
     with started(stack, warm) as training:
-        done = kto(training, judged, KTOConfig(**settings), tracked=False)
+        config = KTOConfig(**settings, beta=0.5, desirable_weight=3.0)  # one good answer of four
+        done = kto(training, judged, config, tracked=False)
         after = accuracies(training)
     last = done.steps[-1]
     print(f"kto, seed {seed}: {before} to {after}, {last}")
