@@ -88,6 +88,7 @@ def test_a_snippet_of_the_documents_runs(snippet, gate, names, tmp_path, monkeyp
     monkeypatch.setenv("TINKER_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("builtins.input", lambda _text: "")  # the user presses Enter
     run_id = names["training"].model_id
     for placeholder, value in {
         "http://127.0.0.1:8000": gate.url,
