@@ -23,9 +23,8 @@ class BackendDescription:
 
     A step backend computes operations in Tandem's trainer process. `implementation` is the import
     path of its `TrainerBackend`. A job backend trains a whole job with another framework. Its
-    `configuration` is a `JobConfiguration`. Example: `BackendDescription(name="fsdp2", kind="step",
-    framework="torch", capabilities=("sleep", "adapters"), configuration=TrainingSpec,
-    implementation="trainer_service.backends.fsdp2:Fsdp2Backend")`."""
+    `configuration` is a `JobConfiguration`. Example: `BackendDescription(name="trl", kind="job",
+    framework="trl", capabilities=("lora",), configuration=JobConfiguration)`."""
 
     name: str
     kind: Literal["step", "job"]

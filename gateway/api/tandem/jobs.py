@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, PathText, Time, WholeNumber
-from gateway.api.request_body import PAYLOAD_BODY
+from gateway.api.request_body import FILES_BODY
 from gateway.api.routing import Router
 from gateway.api.tandem.runs import RunProgress, own_run, summaries_of
 from gateway.identifiers import LONGEST_TTL, unknown_run
@@ -117,7 +117,7 @@ class JobInfos(Answer):
         "Each row of `data` must have the columns of the method. The error names the line.",
         "Some group must have a device for each process.",
     ],
-    bounds=PAYLOAD_BODY,
+    bounds=FILES_BODY,
 )
 async def create_job(body: SubmitJob, access: AccessDep) -> JobInfo:
     """Submit a job, and return it as soon as it is durable. `POST /runs/ID/stop` stops it."""
