@@ -274,6 +274,8 @@ def test_the_status_says_why_a_run_has_no_place_and_the_groups_who_has_one(start
 
 def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_path, monkeypatch):
     monkeypatch.setenv("TANDEM_LAUNCHER", "kubernetes")
+    for role in ("TRAINER", "SAMPLER"):
+        monkeypatch.setenv(f"TANDEM_KUBERNETES_{role}_IMAGE", "image")
     pool = {"name": "cpu", "roles": ["trainer", "sampler"], "claims": 2, "awake": 0}
     gib = 2**30
     pools = [ClaimPoolSettings(**pool, node_memory_bytes=16 * gib)]
