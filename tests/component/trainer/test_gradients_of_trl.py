@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from tinker import types
 
-from tandem.demo.addition import all_problems
+from tandem.demo.addition import sums
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.rl.objectives import objective
 from tandem.rl.rollouts import Example, Group, Rollout, Turn
@@ -47,7 +47,7 @@ def of_trl(tmp_path_factory, model: Path) -> tuple[list[Group], Mapping[str, tor
     folder = tmp_path_factory.mktemp("trl")
     task = {
         "model": str(model),
-        "prompts": [problem.prompt for problem in all_problems()[:GROUPS]],
+        "prompts": [each.prompt for each in sums()[:GROUPS]],
         "steps": 1,
         "groups": GROUPS,
         "group_size": GROUP_SIZE,
