@@ -1,4 +1,4 @@
-"""Records what clients send, and what the gateway makes of it: `tests/golden/requests/`.
+"""Records requests of clients with their outcomes: `tests/golden/requests/`.
 
     python -m scripts.record_requests            # replays the requests, and writes their outcomes
     python -m scripts.record_requests --clients  # records the SDKs and our own routes anew

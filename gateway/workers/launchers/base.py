@@ -42,7 +42,7 @@ class Launcher(Protocol):
         """Return the checks of a job's start where it would start, without its devices.
 
         A check that takes longer than `timeout` seconds is a fault. Raises `WorkerStartFailed` or
-        `WorkerMayRun` if nobody answers."""
+        `WorkerMayRun` if nobody answers, and `JobFailed` if it starts no jobs."""
         ...
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:

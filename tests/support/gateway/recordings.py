@@ -1,4 +1,4 @@
-"""Recorded requests: what clients sent, and what a gateway made of it.
+"""Recorded requests of clients, with their outcomes in a gateway.
 
 `NAME.jsonl` has a request on each line, with its status and the outcome of its future.
 `NAME.workers.jsonl` has the workers of these requests: their specifications without secrets and

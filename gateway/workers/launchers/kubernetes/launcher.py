@@ -30,6 +30,7 @@ from tandem.agent.host import Host
 from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.errors import (
     InvalidRequest,
+    JobFailed,
     SuspendFailed,
     WorkerCrashed,
     WorkerMayRun,
@@ -108,18 +109,16 @@ class KubernetesLauncher:
         return pod_request(request, needs, self._maker.settings.claim_pools)
 
     async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
-        """Return no checks: pods of jobs are not made yet. The checks will run in an init container
-        of a pod without the claim (`tandem.agent.preflight`)."""
-        return ()
+        """Refuse the job before it gets a claim: its pod is not made yet. The checks will run in an
+        init container of a pod without the claim (`tandem.agent.preflight`)."""
+        raise JobFailed(
+            "jobs do not run as pods yet: run them with a gateway on a host, or write a TrainJob "
+            "with `tandem train --render trainjob`"
+        )
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:
             raise WorkerStartFailed("the launcher is closed")
-        if spec.kind == "job":
-            raise WorkerStartFailed(
-                "jobs do not run as pods yet: run them with a gateway on a host, or write a "
-                "TrainJob with `tandem train --render trainjob`"
-            )
         if spec.worker_id in self._reconciler.workers:
             raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
         self._open()
