@@ -30,7 +30,7 @@ RESERVED = (
 )
 """The variables that Kubeflow sets in the container `node`. A TrainJob with one is refused."""
 INITIALIZERS = {"dataset": "dataset-initializer", "model": "model-initializer"}
-INITIALIZER_IMAGE = "ghcr.io/kubeflow/trainer/{}:v2.3.0"
+_RELEASE = "v2.3.0"  # of the initialisers' images
 
 _WORKSPACE = "/workspace"  # Kubeflow's initialisers write to its folders `dataset` and `model`
 _IMAGE_PACKAGES = "/opt/tandem/.venv/lib/python3.11/site-packages"  # of deploy/trl.Dockerfile
@@ -59,10 +59,13 @@ def render_trainjob(
     model: str,
     data: str,
     image: str,
+    initializers: str,
     resources: JobResources,
 ) -> tuple[Manifest, Manifest]:
     """Return the `ClusterTrainingRuntime` and the `TrainJob` of a job.
 
+    `image` is the job's. `initializers` is the place of Kubeflow's images `dataset-initializer` and
+    `model-initializer`, such as `registry.example.org/kubeflow/trainer`.
     `model` and `data` are addresses such as hf://OWNER/NAME or s3://BUCKET/PREFIX. The data have a
     file `train.jsonl`, and perhaps `eval.jsonl`. Raises `UnsupportedByBackend` for a job that
     Kubeflow cannot run, and `InvalidField`."""
@@ -85,7 +88,7 @@ def render_trainjob(
                 field=field,
             )
     configuration.validate_resources(resources)
-    runtime = _runtime(backend, image, several_nodes=resources.nodes > 1)
+    runtime = _runtime(backend, image, initializers, several_nodes=resources.nodes > 1)
     job = {
         "apiVersion": API_VERSION,
         "kind": "TrainJob",
@@ -154,7 +157,9 @@ def _request_patch(
     }
 
 
-def _runtime(backend: BackendDescription, image: str, *, several_nodes: bool) -> Manifest:
+def _runtime(
+    backend: BackendDescription, image: str, initializers: str, *, several_nodes: bool
+) -> Manifest:
     """Return the runtime of all jobs of a backend. Several nodes need a volume that they share."""
     claim = {
         "metadata": {"name": _VOLUME},
@@ -163,7 +168,7 @@ def _runtime(backend: BackendDescription, image: str, *, several_nodes: bool) ->
             "resources": {"requests": {"storage": _STORAGE}},
         },
     }
-    jobs = [_initializer_job(name) for name in INITIALIZERS.values()]
+    jobs = [_initializer_job(name, initializers) for name in INITIALIZERS.values()]
     return {
         "apiVersion": API_VERSION,
         "kind": "ClusterTrainingRuntime",
@@ -189,10 +194,10 @@ def _runtime(backend: BackendDescription, image: str, *, several_nodes: bool) ->
     }
 
 
-def _initializer_job(name: str) -> Manifest:
+def _initializer_job(name: str, initializers: str) -> Manifest:
     container = {
         "name": name,
-        "image": INITIALIZER_IMAGE.format(name),
+        "image": f"{initializers}/{name}:{_RELEASE}",
         "volumeMounts": [{"name": _VOLUME, "mountPath": _WORKSPACE}],
     }
     return {

@@ -75,6 +75,15 @@ def train(
     image: Annotated[
         str, typer.Option("--image", help="For --render: built by deploy/trl.Dockerfile.")
     ] = "",
+    initializers: Annotated[
+        str,
+        typer.Option(
+            "--initializers",
+            metavar="REGISTRY/FOLDER",
+            help="For --render: the place of Kubeflow's images dataset-initializer and "
+            "model-initializer.",
+        ),
+    ] = "",
     nodes: Annotated[
         int, typer.Option("--nodes", min=1, help="For --render, each with --processes.")
     ] = 1,
@@ -109,13 +118,14 @@ def train(
             model=model,
             data=data,
             image=image,
+            initializers=initializers,
             resources=JobResources(processes=processes, nodes=nodes, device=device),
         )
         end_if_json(as_json, documents)
         print(yaml.safe_dump_all(documents, sort_keys=False), end="")
         return
-    if image or nodes > 1 or device != "cuda":
-        raise UserError("--image, --nodes and --device are for --render")
+    if image or initializers or nodes > 1 or device != "cuda":
+        raise UserError("--image, --initializers, --nodes and --device are for --render")
     backend, configuration = _configuration(
         what, call(data_dir, "GET", "backends")["backends"], settings or []
     )
@@ -218,11 +228,13 @@ def _trainjob(
     model: str,
     data: str,
     image: str,
+    initializers: str,
     resources: JobResources,
 ) -> list[Row]:
     """Return the manifests of a job, with the backends of this machine. No gateway is asked."""
-    if not image:
-        raise InvalidField("--render needs --image: the cluster pulls it", field="image")
+    for option, value in (("image", image), ("initializers", initializers)):
+        if not value:
+            raise InvalidField(f"--render needs --{option}: the cluster pulls it", field=option)
     known = [
         {"name": backend, "kind": "" if isinstance(about, str) else about.kind}
         for backend, about in descriptions().items()
@@ -237,6 +249,7 @@ def _trainjob(
             model=model,
             data=data,
             image=image,
+            initializers=initializers,
             resources=resources,
         )
     )

@@ -30,6 +30,7 @@ def rendered(
         model=model,
         data=data,
         image="registry.example.org/tandem-trl:0.2.0",
+        initializers="registry.example.org/kubeflow/trainer",
         resources=resources or JobResources(),
     )
 

@@ -15,6 +15,7 @@ from tests.support.kubeflow import rendered
 ARGUMENTS = (
     "train trl-sft --render trainjob --model s3://models/tiny --data hf://someone/sums "
     "--image registry.example.org/tandem-trl:0.2.0 "
+    "--initializers registry.example.org/kubeflow/trainer "
 )
 
 
@@ -53,6 +54,7 @@ def test_a_job_on_cores_needs_no_gpu(capsys, monkeypatch):
         ("--set lora_rank=-1", "lora_rank: Input should be greater than or equal to 0"),
         ("--model tiny", "model is 'tiny', and Kubeflow downloads"),
         ("--image ''", "--render needs --image"),
+        ("--initializers ''", "--render needs --initializers"),
     ],
 )
 def test_an_option_that_kubeflow_cannot_serve_is_refused(capsys, monkeypatch, more, sentence):
@@ -68,9 +70,9 @@ def test_a_step_backend_is_refused_with_the_job_backends(capsys, monkeypatch):
     assert "'fsdp2' is no job backend; known: trl" in " ".join(err.split())
 
 
-@pytest.mark.parametrize("option", ["--image x", "--nodes 2", "--device cpu"])
+@pytest.mark.parametrize("option", ["--image x", "--initializers x", "--nodes 2", "--device cpu"])
 def test_an_option_of_rendering_needs_it(capsys, monkeypatch, option):
     arguments = "train trl-sft --model tiny --data rows.jsonl "
     status, _out, err = command(capsys, monkeypatch, option, arguments)
     assert status != 0
-    assert "--image, --nodes and --device are for --render" in err
+    assert "--image, --initializers, --nodes and --device are for --render" in err
