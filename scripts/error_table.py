@@ -110,7 +110,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     "used; close unneeded sessions "
     '(ServiceClient.close("success")), and their runs end. Checkpoints stay',
     errors.InvalidRequest: "temperature is -1.0; it must be a number of at least 0",
-    errors.InvalidField: "'learnign_rate' is no setting of trl",
+    errors.InvalidField: "'learnign_rate' is no setting of trl; did you mean learning_rate?",
     errors.FrameworkMissing: "trl is not installed on the host of trainers: run `make setup-trl` "
     "there, or use the image of deploy/trl.Dockerfile",
     errors.MalformedPayload: "the body is of the type 'text/plain'; send JSON with Content-Type: "
