@@ -93,10 +93,12 @@ def test_a_session_without_heartbeat_ends_and_its_operations_fail(tmp_path):
 
 
 _ENDS_WITHOUT_A_WORD = """
-import sys, tinker
+import os, sys, tinker
 service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
-print(service.create_lora_training_client("tiny:full").result().model_id)
+print(service.create_lora_training_client("tiny:full").result().model_id, flush=True)
+os._exit(0)
 """
+"""The SDK's threads can abort an interpreter that ends in order."""
 
 
 def test_sessions_end_while_much_is_removed(tmp_path, monkeypatch):
