@@ -311,6 +311,7 @@ class Gateway:
                 supervisor=self.supervisor,
                 launcher=launchers["job"],
                 adapter=job_workers,
+                requests=requests,
                 record=self.record,
                 records=self.run_records,
                 usage=self.usage,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from tandem.errors import TandemError
+from tandem.protocol.worker import LoraSpec, TrainingSpec
 
 JobState = Literal["queued", "running"]
 
@@ -28,8 +30,8 @@ class JobFile(BaseModel):
 class JobPlan(BaseModel):
     """The settled request for a job.
 
-    `deadline` is in seconds since 1970, None for no deadline. `ttl` are the seconds that its files
-    stay after its end."""
+    `host_memory` is in bytes, 0 for an estimate. `deadline` is in seconds since 1970, None for no
+    deadline. `ttl` are the seconds that its files stay after its end."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -38,11 +40,21 @@ class JobPlan(BaseModel):
     configuration: dict[str, Any]
     processes: int
     group: str = ""
+    host_memory: int = 0
     priority: int = 0
     max_restarts: int = 0
     deadline: float | None = None
     ttl: float
     data: tuple[JobFile, ...] = ()
+
+
+def training_of(configuration: Mapping[str, Any]) -> TrainingSpec:
+    """Return the training that a configuration asks for. The import replaces it by the result's."""
+    rank = configuration.get("lora_rank", 0)
+    if not rank:
+        return TrainingSpec()
+    alpha = configuration.get("lora_alpha", 32.0)
+    return TrainingSpec(lora=LoraSpec(rank=rank, alpha=alpha, unembedding=False))
 
 
 @dataclass(eq=False, kw_only=True)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from sqlalchemy import update
 
 from gateway.jobs.files import job_folder, read_end, was_begun, write_request
-from gateway.jobs.job import Job
+from gateway.jobs.job import Job, training_of
 from gateway.jobs.preflight import CHECK_SECONDS, Preflight, needs_of
 from gateway.jobs.progress import JobProgress
 from gateway.jobs.results import ResultImporter
@@ -27,6 +27,8 @@ from gateway.storage.tables import jobs
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.job_adapter import JobAdapter
 from gateway.workers.launchers.base import Launcher
+from gateway.workers.model_sizes import read_ahead
+from gateway.workers.request_maker import RequestMaker
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow
@@ -66,6 +68,7 @@ def request_of(job: Job) -> WorkerRequest:
         session=job.session_id,
         model=job.model.path,
         ranks=job.plan.processes,
+        host_bytes=job.plan.host_memory,
         groups=(job.plan.group,) if job.plan.group else (),
         priority=job.plan.priority,
     )
@@ -115,6 +118,7 @@ class JobLife:
     supervisor: Supervisor
     launcher: Launcher
     adapter: JobAdapter
+    requests: RequestMaker
     record: RecordStore
     records: RunRecords
     usage: UsageMeter
@@ -148,6 +152,12 @@ class JobLife:
             job.reason = f"attempt {job.attempt - 1} has ended: {end.reason}"
         await self._stored(job, lambda: self.results.import_result(job))
 
+    async def prepare_request(self, job: Job) -> WorkerRequest:
+        """Return the request for a job's worker with its memory. Raises `InvalidRequest` if the
+        launcher needs the size of the model, and cannot read it."""
+        await read_ahead(job.model.path, self.settings)
+        return self.requests.job(request_of(job), training_of(job.plan.configuration))
+
     async def release(self, job: Job) -> None:
         """Return when nothing is left of the job's worker."""
         self.adapter.unregister(job.run_id)
@@ -169,7 +179,8 @@ class JobLife:
         else:
             await self._stored(job, lambda: asyncio.to_thread(write_request, folder, job))
             await self._pass_preflight(job, folder)
-            await self._stored(job, lambda: self.supervisor.place([request_of(job)], holder=key))
+            request = await self.prepare_request(job)
+            await self._stored(job, lambda: self.supervisor.place([request], holder=key))
             self.supervisor.watch_ends(key, job.note_exit)
         try:
             async with self.supervisor.use(key) as row:
@@ -188,6 +199,7 @@ class JobLife:
 
     async def _pass_preflight(self, job: Job, folder: Path) -> None:
         """Wait until the job could start, without a place. Raises `JobFailed`."""
+        job.reason = "the checks before its start run"
         groups = self.supervisor.roster.groups.values()
         needs = needs_of(
             job,

@@ -67,16 +67,12 @@ def reason_of(fault: PreflightCheck) -> str:
 def needs_of(job: Job, groups: Iterable[WorkerGroup], *, folder: Path, disk_bytes: int) -> JobNeeds:
     """Return a job's needs on a host. It needs devices if all of its `groups` have them.
     `disk_bytes` must be free."""
-    found = tuple(groups)
-    per_node = min(
-        (job.plan.processes // g.nodes_for(job.plan.processes) for g in found), default=0
-    )
     return JobNeeds(
         framework=job.plan.framework,
         backend=job.plan.backend,
         packages=dict(job_backend(job.plan.backend).job_configuration.packages),
         folder=str(folder),
         model=job.model.path,
-        devices=0 if any(group.on_host for group in found) else per_node,
+        devices=0 if any(group.on_host for group in groups) else job.plan.processes,
         disk_bytes=disk_bytes,
     )

@@ -16,8 +16,8 @@ from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import new_session_id, run_id_of
 from gateway.jobs.data import checked_file
 from gateway.jobs.files import job_folder, remove_files, write_data
-from gateway.jobs.job import Job, JobFile, JobPlan
-from gateway.jobs.life import job_spec, request_of
+from gateway.jobs.job import Job, JobFile, JobPlan, training_of
+from gateway.jobs.life import job_spec
 from gateway.jobs.registry import JobRegistry
 from gateway.owners.sessions.registry import NewSession
 from gateway.runs.record.identity import RunIdentity
@@ -30,7 +30,6 @@ from tandem.backends.jobs import JobConfiguration, JobResources
 from tandem.backends.registry import job_backend
 from tandem.backends.rendering import configure
 from tandem.errors import InvalidField, InvalidRequest
-from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.weights.model_config import experts_of, read_json, why_untrained
 
 FILES_TTL = 7 * 86_400.0
@@ -40,7 +39,7 @@ FILES_TTL = 7 * 86_400.0
 @dataclass(frozen=True, kw_only=True)
 class NewJob:
     """A request for a job. `data` has the text of `train` and perhaps `eval`, as JSON lines.
-    `deadline` is as in `RunOptions`."""
+    `deadline` and `host_memory` are as in `RunOptions`."""
 
     backend: str
     configuration: Mapping[str, object]
@@ -49,6 +48,7 @@ class NewJob:
     identity: RunIdentity = field(default_factory=RunIdentity)
     processes: int = 1
     group: str = ""
+    host_memory: str = ""
     priority: int = 0
     max_restarts: int = 0
     deadline: str = ""
@@ -93,6 +93,7 @@ class JobSubmission:
                 configuration=configuration.model_dump(mode="json"),
                 processes=new.processes,
                 group=new.group,
+                host_memory=options.host_memory if new.host_memory else 0,
                 priority=new.priority,
                 max_restarts=new.max_restarts,
                 deadline=deadline,
@@ -100,7 +101,7 @@ class JobSubmission:
                 data=tuple(file for file, _ in checked),
             ),
         )
-        self._check_resources(job, configuration)
+        await self._check_resources(job, configuration)
         registry.check_limits(owner)
         contents = {file.name: content for file, content in checked}
         size = sum(map(len, contents.values()))
@@ -111,8 +112,7 @@ class JobSubmission:
         except OSError as error:
             raise typed(error) from error
         try:
-            training = _training(configuration)
-            await self._write_rows(job, new.identity, options, training, created_at=now)
+            await self._write_rows(job, new.identity, options, created_at=now)
         except BaseException:
             await asyncio.to_thread(remove_files, folder)
             raise
@@ -125,7 +125,6 @@ class JobSubmission:
         job: Job,
         identity: RunIdentity,
         options: RunOptions,
-        training: TrainingSpec,
         *,
         created_at: float,
     ) -> None:
@@ -136,7 +135,7 @@ class JobSubmission:
             "session_id": job.session_id,
             "base_model": job.model.name,
             "model": vars(job.model) | {"path": path},
-            "training": training.model_dump(),
+            "training": training_of(plan.configuration).model_dump(),
             "asks": options.model_dump(),
             "host": job.run_id,
             "owner": job.owner,
@@ -163,6 +162,8 @@ class JobSubmission:
         asked: dict[str, object] = {"tandem.sampler": "none", "tandem.priority": new.priority}
         if new.deadline:
             asked["tandem.deadline"] = new.deadline
+        if new.host_memory:
+            asked["tandem.host_memory"] = new.host_memory
         options = options_of(
             asked,
             None,
@@ -174,18 +175,17 @@ class JobSubmission:
         change = {"ranks": new.processes, "backend": new.backend, "group": new.group}
         return options.model_copy(update=change)
 
-    def _check_resources(self, job: Job, configuration: JobConfiguration) -> None:
+    async def _check_resources(self, job: Job, configuration: JobConfiguration) -> None:
         """Raise `InvalidRequest` if no group has such devices or its host lacks the framework, and
         `InvalidField` if the configuration cannot use the devices."""
-        request = request_of(job)
-        self.registry.life.supervisor.check([request])
+        life = self.registry.life
+        request = await life.prepare_request(job)
+        life.supervisor.check([request])
         group = next(each for each in self.groups() if each.suits(request))
-        nodes = group.nodes_for(job.plan.processes)
         job_spec(job, Path(job.run_id), group)
         configuration.validate_resources(
             JobResources(
-                processes=job.plan.processes // nodes,
-                nodes=nodes,
+                processes=job.plan.processes,
                 device="cpu" if group.on_host else "cuda",
                 device_bytes=group.device_bytes,
             )
@@ -206,12 +206,3 @@ def _check_model(folder: Path, name: str) -> None:
         reason = "has experts, and the result of a job could not be imported"
     if reason:
         raise InvalidRequest(f"the model {name} {reason}")
-
-
-def _training(configuration: JobConfiguration) -> TrainingSpec:
-    """Return the expected training. The import replaces it by that of the result."""
-    rank = getattr(configuration, "lora_rank", 0)
-    if not rank:
-        return TrainingSpec()
-    alpha = getattr(configuration, "lora_alpha", 32.0)
-    return TrainingSpec(lora=LoraSpec(rank=rank, alpha=alpha, unembedding=False))

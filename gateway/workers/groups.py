@@ -80,9 +80,13 @@ class WorkerGroup:
         return name in ("", self.name, self.family)
 
     def suits(self, request: WorkerRequest) -> bool:
-        """Whether the request allows this group, and the group has a device for each rank."""
+        """Whether the request allows this group, and the group has a device for each rank.
+
+        The ranks of a job meet on one node."""
         named = not request.groups or bool({self.name, self.family}.intersection(request.groups))
-        return named and request.kind in self.kinds and self.has_devices_for(request.ranks)
+        several = request.kind == "job" and self.nodes_for(request.ranks) > 1
+        fits = request.kind in self.kinds and self.has_devices_for(request.ranks)
+        return named and fits and not several
 
     def has_devices_for(self, ranks: int) -> bool:
         nodes = self.nodes_for(ranks)

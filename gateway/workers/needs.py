@@ -27,7 +27,7 @@ from gateway.workers.groups import WorkerGroup
 from gateway.workers.requests import WorkerRequest
 from tandem.backends.memory import PLAIN_TOKENS, SPARE, ModelSize, TrainerMemory, compute_width
 from tandem.errors import InvalidRequest
-from tandem.protocol.worker import TrainingSpec
+from tandem.protocol.worker import Layout, TrainingSpec
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 _MIB, _GIB = 2**20, 2**30
@@ -142,6 +142,27 @@ def engine_needs(model: ModelSize, *, group: WorkerGroup, sampler: SamplerSettin
         host_bytes=_rounded(ranks * (_GPU_ENGINE + adapters) + copies * weights),
     )
     return _counted(needs, group)
+
+
+def job_needs(model: ModelSize, *, group: WorkerGroup, ranks: int, training: TrainingSpec) -> Needs:
+    """Return the host memory of a job in a pod, and none elsewhere: a job takes its devices whole.
+
+    Each rank reads the whole model. On cores it also has the state of its training, and the weights
+    of a reference model."""
+    if not group.pool:
+        return Needs()
+    weights = model.parameters * _WEIGHT
+    if not group.on_host:
+        return Needs(host_bytes=_rounded(ranks * (_GPU_RANK + weights)))
+    trainer = trainer_needs(
+        model,
+        group=group,
+        trainer=TrainerSettings(ranks=ranks, dtype="float32"),
+        training=training.model_copy(update={"layout": Layout(replicas=ranks)}),
+        snapshots=False,
+        runs=1,
+    )
+    return Needs(host_bytes=trainer.host_bytes + _rounded(ranks * weights))
 
 
 Prepare: TypeAlias = Callable[[WorkerRequest, Callable[[], Needs]], WorkerRequest]

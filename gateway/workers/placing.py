@@ -181,7 +181,10 @@ def _allowed(request: WorkerRequest) -> str:
 
 
 def _ranks(request: WorkerRequest) -> str:
-    return f": none has devices for {request.ranks} ranks" if request.ranks > 1 else ""
+    if request.ranks == 1:
+        return ""
+    where = " on one node" if request.kind == "job" else ""
+    return f": none has devices for {request.ranks} ranks{where}"
 
 
 def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, bool, int]:

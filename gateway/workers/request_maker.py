@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.model_sizes import known_size
-from gateway.workers.needs import Needs, Prepare, engine_needs, trainer_needs
+from gateway.workers.needs import Needs, Prepare, engine_needs, job_needs, trainer_needs
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.run_options import RunOptions
 from tandem.backends.memory import ModelSize
@@ -113,6 +113,15 @@ class RequestMaker:
         )
         return self._with_needs(
             request, lambda group, size: engine_needs(size, group=group, sampler=settings)
+        )
+
+    def job(self, request: WorkerRequest, training: TrainingSpec) -> WorkerRequest:
+        """Return a job's request with the memory of its pod. On a host it asks for none."""
+        return self._with_needs(
+            request,
+            lambda group, size: job_needs(
+                size, group=group, ranks=request.ranks, training=training
+            ),
         )
 
     def _with_needs(

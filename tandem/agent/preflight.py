@@ -2,7 +2,8 @@
 
 `tandem doctor --worker` prints the checks. The agent runs this module as a program, because a
 shared folder may hang: `python -m tandem.agent.preflight` reads `JobNeeds` in JSON from standard
-input, and writes checks to standard output. Its exit code is that of the first fault.
+input, and writes checks to standard output. Its exit code is that of the first fault. In a pod, it
+has an argument and a report file instead.
 
 No check reserves or uses a device. The checks import nothing of the framework: they ask its
 interpreter for the metadata of its packages. To add a check, yield it from one of the three parts,
@@ -21,9 +22,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+from argparse import ArgumentParser
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ CODES: Mapping[str, int] = {
     "interpreter_unusable": SOFTWARE,
     "package_missing": SOFTWARE,
     "package_version": SOFTWARE,
+    "image_unavailable": SOFTWARE,
     "driver_missing": DEVICES,
     "device_missing": DEVICES,
     "device_memory": DEVICES,
@@ -50,12 +53,15 @@ CODES: Mapping[str, int] = {
     "disk_full": STORAGE,
     "model_unreadable": STORAGE,
     "port_unavailable": STORAGE,
+    "volume_unavailable": STORAGE,
     "timed_out": STORAGE,
 }
 """The exit code of each fault. 0 means that the job can start."""
 
 _PROBE_SECONDS = 30.0
 _PROBE_BYTES = 2**16
+_REPORT = 1000
+"""The longest advice in a report file. Kubernetes reads 4 KiB of it."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _CUDA = re.compile(r"^cuda\b[^=\n]*=\s*['\"](\d[\d.]*)", re.MULTILINE)
 _PROBE = """
@@ -86,6 +92,7 @@ class JobNeeds(BaseModel):
     - `packages`: packages of that environment, as in `JobConfiguration`.
     - `devices`, `device_bytes`: the number of NVIDIA devices, and the memory of each in bytes. 0
       devices means the cores.
+    - `devices_visible`: False in a pod without its claim, which checks only torch's build.
     - `disk_bytes`: free bytes that the job's folder must have.
     - `port`: the loopback port of the rendezvous. 0 means any free one."""
 
@@ -99,6 +106,7 @@ class JobNeeds(BaseModel):
     model: str
     devices: int = Field(0, ge=0)
     device_bytes: int = Field(0, ge=0)
+    devices_visible: bool = True
     disk_bytes: int = Field(0, ge=0)
     port: int = Field(0, ge=0, le=65535)
 
@@ -134,8 +142,10 @@ def check_job(
     """`found` returns the devices, `driver` and `driver_cuda` the driver's version and its newest
     CUDA version. `backends` returns the known backends, each with a reason against it, or ""."""
     cuda = yield from _software(needs, backends())
-    if needs.devices:
+    if needs.devices and needs.devices_visible:
         yield from _devices(needs, found, driver(), driver_cuda(), cuda)
+    elif needs.devices and cuda == "":
+        yield _built_for_cores()
     yield from _storage(needs)
 
 
@@ -161,8 +171,9 @@ def _software(
     try:
         python = needs.python or _python_of(needs.framework)
         probe = _probe(python, needs.packages)
-    except FrameworkMissing as error:
-        yield PreflightCheck("interpreter", python, error.message, "interpreter_unusable")
+    except (FrameworkMissing, FileNotFoundError):
+        about = framework_missing(needs.framework).message
+        yield PreflightCheck("interpreter", python, about, "interpreter_unusable")
         return None
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         about = f"install the environment of {needs.framework}: {describe(error)}"
@@ -252,13 +263,17 @@ def _devices(
         return
     supported = ".".join(map(str, newest))
     if not cuda:
-        about = "torch is built for cores alone: install its build for CUDA"
-        yield PreflightCheck("CUDA", "none", about, "cuda_mismatch")
+        yield _built_for_cores()
     elif int(cuda.partition(".")[0]) > newest[0]:
         about = f"the driver supports CUDA {supported}: upgrade it, or install an older torch"
         yield PreflightCheck("CUDA", cuda, about, "cuda_mismatch")
     else:
         yield PreflightCheck("CUDA", cuda, f"of torch, and {supported} of the driver")
+
+
+def _built_for_cores() -> PreflightCheck:
+    about = "torch is built for cores alone: install its build for CUDA"
+    return PreflightCheck("CUDA", "none", about, "cuda_mismatch")
 
 
 # --- Storage and network --------------------------------------------------------------------------
@@ -349,10 +364,26 @@ async def run_preflight(needs: str, *, timeout: float) -> tuple[PreflightCheck, 
         raise WorkerStartFailed(f"the preflight failed: {last}") from error
 
 
+def read_checks(text: str) -> tuple[PreflightCheck, ...]:
+    """Return the checks in a report file, or none if it has another text."""
+    try:
+        return _CHECKS.validate_json(text)
+    except ValidationError:
+        return ()
+
+
 def main() -> int:
-    needs = JobNeeds.model_validate_json(sys.stdin.buffer.read())
-    checks = tuple(check_job(needs))
+    """Write all checks to standard output, or the first fault to a report file of a pod."""
+    parser = ArgumentParser()
+    parser.add_argument("--needs", help="JobNeeds in JSON, instead of standard input")
+    parser.add_argument("--report-file", type=Path)
+    arguments = parser.parse_args()
+    text = arguments.needs or sys.stdin.buffer.read()
+    checks = tuple(check_job(JobNeeds.model_validate_json(text)))
     print(json.dumps([asdict(each) for each in checks]))
+    if arguments.report_file:
+        faults = [replace(each, about=each.about[:_REPORT]) for each in checks if each.fault][:1]
+        arguments.report_file.write_text(json.dumps([asdict(each) for each in faults]))
     return exit_code(checks)
 
 

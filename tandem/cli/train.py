@@ -54,6 +54,9 @@ def train(
     name: Annotated[str, typer.Option("--name", help="The name of the job's run.")] = "",
     tags: Annotated[str, typer.Option("--tags", help="Its tags, with commas.")] = "",
     group: Annotated[str, typer.Option("--group", help="Only on this device group.")] = "",
+    host_memory: Annotated[
+        str, typer.Option("--host-memory", help="Of its pod, such as 24GiB. Default: estimated.")
+    ] = "",
     priority: Annotated[int, typer.Option("--priority", help="From -10 to 10.")] = 0,
     max_restarts: Annotated[
         int, typer.Option("--max-restarts", min=0, help="Further attempts after failures.")
@@ -104,6 +107,7 @@ def train(
             "--eval": held_out is not None,
             "--tags": bool(tags),
             "--group": bool(group),
+            "--host-memory": bool(host_memory),
             "--priority": bool(priority),
             "--max-restarts": bool(max_restarts),
             "--deadline": bool(deadline),
@@ -141,6 +145,7 @@ def train(
         "tags": [tag.strip() for tag in tags.split(",") if tag.strip()],
         "processes": processes,
         "group": group,
+        "host_memory": host_memory,
         "priority": priority,
         "max_restarts": max_restarts,
         "deadline": deadline,

@@ -42,8 +42,11 @@ class Installation:
         """The unmodified SDK, connected to the leader."""
         return tinker.ServiceClient(base_url=self.url, api_key=self.key, **arguments)
 
-    def ask(self, path: str) -> dict:
-        answer = httpx.get(f"{self.url}/{path}", headers={"X-API-Key": self.key}, timeout=60)
+    def ask(self, path: str, *, body: dict | None = None) -> dict:
+        """GET a path, or POST a body to it."""
+        method, headers = "GET" if body is None else "POST", {"X-API-Key": self.key}
+        url = f"{self.url}/{path}"
+        answer = httpx.request(method, url, headers=headers, json=body, timeout=60)
         answer.raise_for_status()
         return answer.json()
 

@@ -64,6 +64,33 @@ def test_the_demo_reaches_its_last_step_through_pods(tandem, tmp_path):
     tandem.nothing_left()
 
 
+@pytest.mark.skipif("trl" not in settings.IMAGES["trainer"], reason="trainers have no TRL")
+def test_a_job_trains_in_a_pod_and_continues_after_its_pod_is_deleted(tandem):
+    rows = [{"prompt": f"{n}+1=", "completion": str(n + 1)} for n in range(9)]
+    body = {
+        "backend": "trl",
+        "model": TIED,
+        "configuration": {"method": "sft", "lora_rank": 8, "steps": 60, "save_steps": 5},
+        "data": {"train": "\n".join(map(json.dumps, rows))},
+        "max_restarts": 1,
+    }
+    job = tandem.ask("api/tandem/v1/jobs", body=body)["id"]
+
+    def about() -> dict:
+        return tandem.ask(f"api/tandem/v1/jobs/{job}")
+
+    def began() -> bool:
+        return (about()["progress"] or {"step": 0})["step"] > 5
+
+    wait_until(began, what="the job has a state", timeout=_SECONDS)
+    tandem.kubectl("delete", "pod", tandem.worker("job")["metadata"]["name"])
+    wait_until(lambda: about()["state"] == "ended", what="the job ends", timeout=_SECONDS)
+    ended = about()
+    assert ended["result"] is not None, ended["reason"]
+    assert ended["attempt"] == 2
+    tandem.nothing_left()
+
+
 # --- Two experiments ------------------------------------------------------------------------------
 
 

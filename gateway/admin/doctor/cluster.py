@@ -18,9 +18,8 @@ from typing import Any, TypeAlias
 from pydantic import BaseModel, Json, ValidationError
 
 from gateway.admin.doctor.check import Check, Level, judge
-from gateway.workers.launchers.kubernetes.names import WORKER, service_account
+from gateway.workers.launchers.kubernetes.names import WORKER, Role, service_account
 from tandem.errors import InvalidRequest, describe
-from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tandem.settings.gateway import settings_fault
 from tandem.settings.variables import check_environment
@@ -46,7 +45,7 @@ _DRA = "/apis/resource.k8s.io/v1"
 _NODES = "/api/v1/nodes"
 _REVIEWS = "/apis/authorization.k8s.io/v1/subjectaccessreviews"
 _ROLE = "tandem.dev/role"
-_ROLES: tuple[WorkerKind, ...] = ("trainer", "sampler")
+_ROLES: tuple[Role, ...] = ("trainer", "sampler")
 _ENFORCE = "pod-security.kubernetes.io/enforce"
 _PREFIX = "TANDEM_KUBERNETES_"
 

@@ -42,7 +42,8 @@ class JobTexts(BaseModel):
 
 class SubmitJob(BaseModel):
     """`backend` is a job backend, such as `trl`, and `configuration` has its settings. `group` is
-    a device group for trainers. `deadline` is a number of seconds from now, or a moment with its
+    a device group for trainers. `host_memory` is the memory of the job's pod, such as "24GiB",
+    instead of an estimate. `deadline` is a number of seconds from now, or a moment with its
     time zone. A job that fails starts again up to `max_restarts` times. Its files stay for
     `ttl_seconds` after its end. Only administrators may give a `priority` above 0."""
 
@@ -54,6 +55,7 @@ class SubmitJob(BaseModel):
     tags: list[str] = []
     processes: Annotated[WholeNumber, Field(ge=1, le=1024)] = 1
     group: Annotated[str, Field(max_length=100)] = ""
+    host_memory: Annotated[str, Field(max_length=100)] = ""
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
     max_restarts: Annotated[WholeNumber, Field(le=100)] = 0
     deadline: Annotated[str, Field(max_length=100)] = ""
@@ -130,6 +132,7 @@ async def create_job(body: SubmitJob, access: AccessDep) -> JobInfo:
             identity=RunIdentity(name=body.name or None, tags=body.tags or None),
             processes=body.processes,
             group=body.group,
+            host_memory=body.host_memory,
             priority=body.priority,
             max_restarts=body.max_restarts,
             deadline=body.deadline,

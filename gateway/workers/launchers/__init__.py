@@ -28,7 +28,8 @@ def load_launcher(settings: GatewaySettings) -> None:
     `InvalidRequest` for a missing package or bad templates."""
     if settings.launcher == "kubernetes":
         _kubernetes()
-        from gateway.workers.launchers.kubernetes.objects import Home, check_templates
+        from gateway.workers.launchers.kubernetes.home import Home
+        from gateway.workers.launchers.kubernetes.objects import check_templates
         from gateway.workers.launchers.kubernetes.templates import read_templates
 
         cluster = settings.kubernetes

@@ -317,6 +317,7 @@ def test_a_job_whose_fault_stays_ends_with_it_and_never_had_a_place(start, monke
         ({"data": {"train": f'{ROW}\n{{"text": "x"}}'}}, "line 2 lacks a column: rows of sft have"),
         ({"data": {"train": ROW, "eval": "[]"}}, "data.eval: line 1 is not a JSON object"),
         ({"processes": 99}, "no group suits it: none has devices for 99 ranks"),
+        ({"host_memory": "much"}, "tandem.host_memory is 'much'"),
         ({"deadline": "soon"}, "tandem.deadline is 'soon'"),
         ({"deadline": "2020-01-01T00:00:00Z"}, "has passed"),
     ],
@@ -334,7 +335,9 @@ def test_the_commands_submit_list_show_and_stop_a_job(gate, tandem, tmp_path):
     rows.write_text(f"{ROW}\n")
     settings = ("--set", "learning_rate=1e-4", "--set", "schedule=cosine")
     given = ("--model", "tiny", "--data", rows, "--processes", 2, "--name", "by-command")
-    job = json.loads(tandem("train", "trl-sft", *given, *settings, "--json"))
+    memory = ("--host-memory", "2GiB")
+    job = json.loads(tandem("train", "trl-sft", *given, *settings, *memory, "--json"))
+    assert wait_until(lambda: gate.launcher.specs)[0].host_memory == 2 * 2**30
     assert (job["backend"], job["framework"], job["name"]) == ("trl", "trl", "by-command")
     chosen = {name: job["configuration"][name] for name in ("method", "learning_rate", "schedule")}
     assert chosen == {"method": "sft", "learning_rate": 1e-4, "schedule": "cosine"}

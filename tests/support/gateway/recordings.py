@@ -21,9 +21,9 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.workers.launchers.kubernetes.home import Home
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.names import COMPONENT
-from gateway.workers.launchers.kubernetes.objects import Home
 from gateway.workers.launchers.kubernetes.resources import pod_request
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WorkerSpec
@@ -192,11 +192,12 @@ class Replay:
 
     def _pods(self) -> list[dict[str, Any]]:
         settings = self._gate.settings
-        home = Home(settings=settings.kubernetes, namespace="rl", volume=Path("/data"), epoch=1)
+        volume = settings.data_dir
+        home = Home(settings=settings.kubernetes, namespace="rl", volume=volume, epoch=1)
         maker = WorkerMaker(settings, Authority.read(settings.tls_dir), home)
-        # There are no pods of jobs yet.
-        specs = [spec for spec in self._gate.launcher.specs if spec.kind != "job"]
-        made = [pod for spec in specs for pod in maker.make(spec)[1].pods]
+        launcher = self._gate.launcher
+        made = [pod for spec in launcher.specs for pod in maker.make(spec)[1].pods]
+        made += [maker.make_preflight(needs) for needs in launcher.preflights]
         found = [self._plain(pod) for pod in made]
         return _differences("pod", found, kind=lambda each: each["metadata"]["labels"][COMPONENT])
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
+import tempfile
 import uuid
 from dataclasses import dataclass, field
 
@@ -16,7 +19,8 @@ _UNITS = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "m": 1e-3, "": 1.0
 
 @dataclass
 class Node:
-    """`prepare_error` is the driver's error for a claim's devices."""
+    """`prepare_error` is the driver's error for a claim's devices, `mount_error` that of a volume,
+    and a `hanging` volume never answers."""
 
     name: str
     memory: float = 64 * 2**30
@@ -25,6 +29,8 @@ class Node:
     labels: dict[str, str] = field(default_factory=dict)
     alive: bool = True
     prepare_error: str = ""
+    mount_error: str = ""
+    hanging: bool = False
 
 
 @dataclass
@@ -268,9 +274,16 @@ class FakeCluster(FakeServer):
         await asyncio.sleep(about.pull if about is not None else 0.1)
         if over() or not node.alive:
             return
-        if self.get("secrets", self._secret_of(pod)) is None:
-            self._tell(pod, "FailedMount", f'secret "{self._secret_of(pod)}" not found')
+        secret = self._secret_of(pod)
+        if secret and self.get("secrets", secret) is None:
+            self._tell(pod, "FailedMount", f'secret "{secret}" not found')
             return
+        while node.mount_error and not over():
+            self._tell(pod, "FailedMount", node.mount_error)
+            await asyncio.sleep(3)
+        for container in pod["spec"].get("initContainers", []):
+            if not await self._run_first(pod, container, node):
+                return
         self._addresses += 1
         status = pod["status"]
         status["podIP"] = f"10.0.{self._addresses // 256}.{self._addresses % 256}"
@@ -280,6 +293,28 @@ class FakeCluster(FakeServer):
         self._condition(pod, "Ready", True)
         self.change("pods", pod)
         await self._live(pod)
+
+    async def _run_first(self, pod: dict, container: dict, node: Node) -> bool:
+        """Run an init container, as a real process. Return whether the pod goes on."""
+
+        def note(state: dict) -> None:
+            about = {"name": container["name"], "image": container["image"], "state": state}
+            pod["status"]["initContainerStatuses"] = [about]
+            self.change("pods", pod)
+
+        note({"running": {"startedAt": self.clock()}})
+        await asyncio.sleep(0.1)
+        while node.hanging:  # noqa: ASYNC110 - in virtual time
+            await asyncio.sleep(1)
+        if self.get("pods", pod["metadata"]["name"]) is not pod:
+            return False
+        code, message = _run_container(container)
+        reason = "Error" if code else "Completed"
+        note({"terminated": {"exitCode": code, "reason": reason, "message": message}})
+        if code:
+            pod["status"]["phase"] = "Failed"
+            self.change("pods", pod)
+        return code == 0
 
     async def _live(self, pod: dict) -> None:
         name = pod["metadata"]["name"]
@@ -366,6 +401,15 @@ class FakeCluster(FakeServer):
             return False
         conditions[:] = [each for each in conditions if each["type"] != kind] + [condition]
         return True
+
+
+def _run_container(container: dict) -> tuple[int, str]:
+    """Run a container's command on this machine. Return its status and termination message."""
+    with tempfile.NamedTemporaryFile("r") as report:
+        places = {"python": sys.executable, container["terminationMessagePath"]: report.name}
+        command = [places.get(word, word) for word in container["command"]]
+        done = subprocess.run(command, check=False, capture_output=True)
+        return done.returncode, report.read()
 
 
 def _asked(pod: dict, resource: str) -> float:

@@ -9,10 +9,17 @@ from pathlib import Path
 
 import yaml
 
-from gateway.workers.launchers.kubernetes.objects import Home, WorkerObjects, render_worker
+from gateway.workers.launchers.kubernetes.home import Home
+from gateway.workers.launchers.kubernetes.names import Role, role_of
+from gateway.workers.launchers.kubernetes.objects import (
+    WorkerObjects,
+    render_preflight,
+    render_worker,
+)
 from gateway.workers.launchers.kubernetes.resources import PodResources
-from gateway.workers.launchers.kubernetes.templates import read_templates
-from tandem.protocol.worker import WorkerKind, WorkerSpec
+from gateway.workers.launchers.kubernetes.templates import Template, read_templates
+from tandem.agent.preflight import JobNeeds
+from tandem.protocol.worker import JobSpec, WorkerKind, WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.workers import TrainerSettings
@@ -94,9 +101,15 @@ def pods_of(objects: list[dict]) -> dict[str, dict]:
     }
 
 
+_JOB = JobSpec(framework="trl", folder="/data/jobs/s-ef56_train_0", argv=("python",))
+
+
 def worker_pods(settings: dict[str, str]) -> dict[str, dict]:
-    made = workers(settings).values()
-    return {pod["metadata"]["name"]: pod for worker in made for pod in worker.pods}
+    made = [pod for worker in workers(settings).values() for pod in worker.pods]
+    template, home = _templates_and_home(settings)
+    needs = JobNeeds(framework="trl", folder="/data/jobs/s-ab12_train_0", model="/data/models/tiny")
+    made.append(render_preflight(needs, template=template["trainer"], home=home))
+    return {pod["metadata"]["name"]: pod for pod in made}
 
 
 def worker_policies(settings: dict[str, str]) -> list[dict]:
@@ -106,16 +119,8 @@ def worker_policies(settings: dict[str, str]) -> list[dict]:
 def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
     """Return workers as a gateway makes them, by worker id.
 
-    Two trainers on two nodes each, one on a single node (`trainer-alone`), and a sampler."""
-    prefix = "TANDEM_KUBERNETES_"
-    chosen = {
-        key.removeprefix(prefix).lower(): value
-        for key, value in settings.items()
-        if key.startswith(prefix)
-    }
-    kubernetes = KubernetesSettings(**(chosen | {"templates": K8S / "base" / "templates"}))
-    templates = read_templates(kubernetes)
-    home = Home(settings=kubernetes, namespace="tandem", volume=Path("/data"), epoch=1)
+    Two trainers on two nodes each, one on a single node (`trainer-alone`), a sampler and a job."""
+    templates, home = _templates_and_home(settings)
     resources = PodResources(cpu="1", memory=2**30, shared_memory=2**28, ephemeral=2**30)
     made: dict[str, WorkerObjects] = {}
     kinds: tuple[tuple[str, WorkerKind, int], ...] = (
@@ -123,6 +128,7 @@ def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
         ("trainer-s-cd34-0", "trainer", 2),
         ("trainer-alone", "trainer", 1),
         ("sampler-s-ab12-0", "sampler", 1),
+        ("job-s-ef56-0", "job", 1),
     )
     for worker_id, kind, nodes in kinds:
         spec = WorkerSpec(
@@ -134,14 +140,28 @@ def workers(settings: dict[str, str]) -> dict[str, WorkerObjects]:
             session_id="s-ab12",
             group="some-0",
             trainer=TrainerSettings(ranks=nodes) if kind == "trainer" else None,
+            job=_JOB if kind == "job" else None,
         )
+        role = role_of(kind)
         pool = ClaimPoolSettings(
-            name="some", roles=[kind], device_class="gpu.nvidia.com", nodes=nodes
+            name="some", roles=[role], device_class="gpu.nvidia.com", nodes=nodes
         )
         made[worker_id] = render_worker(
-            spec, pool=pool, template=templates[kind], resources=resources, home=home
+            spec, pool=pool, template=templates[role], resources=resources, home=home
         )
     return made
+
+
+def _templates_and_home(settings: dict[str, str]) -> tuple[dict[Role, Template], Home]:
+    prefix = "TANDEM_KUBERNETES_"
+    chosen = {
+        key.removeprefix(prefix).lower(): value
+        for key, value in settings.items()
+        if key.startswith(prefix)
+    }
+    kubernetes = KubernetesSettings(**(chosen | {"templates": K8S / "base" / "templates"}))
+    home = Home(settings=kubernetes, namespace="tandem", volume=Path("/data"), epoch=1)
+    return read_templates(kubernetes), home
 
 
 # --- Network policies -------------------------------------------------------------------------

@@ -8,8 +8,7 @@ import pytest
 
 from gateway.workers.launchers.kubernetes.api import Refused
 from gateway.workers.launchers.kubernetes.names import PODS
-from tandem.agent.preflight import JobNeeds
-from tandem.errors import JobFailed, WorkerMayRun, WorkerStartFailed
+from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.cluster import Image
 from tests.support.kubernetes.world import FakeStage, Gateway, on_cluster, spec, until
@@ -171,14 +170,6 @@ async def test_a_claim_that_is_missing_is_named(cluster):
         cluster.delete("pods", "trainer-s-1-0")
         with pytest.raises(WorkerStartFailed):
             await start
-
-
-@on_cluster()
-async def test_a_job_is_refused_before_its_claim_with_the_ways_to_run_it(cluster):
-    needs = JobNeeds(framework="trl", folder="/data/jobs/s-1", model="/data/models/tiny")
-    async with Gateway(cluster) as gateway:
-        with pytest.raises(JobFailed, match="jobs do not run as pods yet: run them with"):
-            await gateway.launcher.preflight(needs, timeout=1)
 
 
 @on_cluster()

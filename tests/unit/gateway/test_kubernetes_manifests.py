@@ -12,7 +12,7 @@ import yaml
 
 from gateway.workers.declared_groups import groups_of
 from gateway.workers.launchers.kubernetes.names import INSTANCE, METRICS_PORT, PORT
-from gateway.workers.launchers.kubernetes.objects import _USER_OF_IMAGES
+from gateway.workers.launchers.kubernetes.pod_spec import _USER_OF_IMAGES
 from gateway.workers.launchers.kubernetes.serving import SERVING
 from gateway.workers.launchers.kubernetes.templates import read_templates
 from tandem.agent.host import Host
@@ -109,6 +109,8 @@ def test_each_component_has_an_account_of_its_own_and_the_gateways_alone_has_rig
         pod["metadata"]["labels"]["app.kubernetes.io/component"]: pod["spec"]["serviceAccountName"]
         for pod in all_pods(stack).values()
     }
+    of_jobs = {accounts.pop(component) for component in ("job", "preflight")}
+    assert of_jobs == {accounts["trainer"]}
     assert accounts == {component: f"tandem-{component}" for component in accounts}
     assert accounts.keys() >= {"gateway", "trainer", "sampler", "models", "volume-check"}
     bound = [each for one in stack.all("RoleBinding") for each in one["subjects"]]
@@ -279,12 +281,12 @@ OF_NODES = {
     "trainer-other-node-1": "trainer-s-cd34-0-1",
 }
 HOLDERS = (
-    *("gateway", *OF_NODES, "trainer-alone", "sampler"),
+    *("gateway", *OF_NODES, "trainer-alone", "sampler", "job", "preflight"),
     *("database", "models", "somebody"),
 )
 PORTS = (PORT, METRICS_PORT, 5432, 8000)
 ALLOWED = {
-    *(("gateway", name, PORT) for name in (*OF_NODES, "trainer-alone", "sampler")),
+    *(("gateway", name, PORT) for name in (*OF_NODES, "trainer-alone", "sampler", "job")),
     ("gateway", "database", 5432),
     *(
         (source, target, port)
@@ -308,6 +310,8 @@ def labels_of(stack: Rendered) -> dict[str, dict[str, str]]:
         "models": next(iter(jobs.values())),
         "trainer-alone": of_workers["trainer-alone"],
         "sampler": of_workers["sampler-s-ab12-0"],
+        "job": of_workers["job-s-ef56-0"],
+        "preflight": next(p for name, p in of_workers.items() if name.startswith("preflight")),
         **{name: of_workers[pod] for name, pod in OF_NODES.items()},
         "somebody": {"metadata": {"labels": {"app": "else"}}},
     }

@@ -8,6 +8,7 @@ import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds
 import kubernetes_validate
 import pytest
 
+from gateway.workers.launchers.kubernetes.home import Home
 from gateway.workers.launchers.kubernetes.names import (
     CONTAINER,
     GROUP_SPEC,
@@ -17,7 +18,6 @@ from gateway.workers.launchers.kubernetes.names import (
 )
 from gateway.workers.launchers.kubernetes.objects import (
     LIFELINE,
-    Home,
     WorkerObjects,
     render_claims,
     render_worker,

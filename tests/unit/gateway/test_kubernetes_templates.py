@@ -7,7 +7,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gateway.workers.launchers.kubernetes.objects import Home, check_templates, render_worker
+from gateway.workers.launchers.kubernetes.home import Home
+from gateway.workers.launchers.kubernetes.objects import check_templates, render_worker
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
 from tandem.errors import InvalidRequest

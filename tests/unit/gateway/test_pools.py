@@ -11,7 +11,8 @@ import kubernetes.aio.client  # noqa: F401 - binds a port at its import, to see 
 import pytest
 
 from gateway.workers.declared_groups import budgets_of, groups_of
-from gateway.workers.launchers.kubernetes.objects import Home, render_worker
+from gateway.workers.launchers.kubernetes.home import Home
+from gateway.workers.launchers.kubernetes.objects import render_worker
 from gateway.workers.launchers.kubernetes.resources import resources_of
 from gateway.workers.launchers.kubernetes.templates import Object, read_templates
 from gateway.workers.run_options import RunOptions, options_of

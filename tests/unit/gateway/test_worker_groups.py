@@ -163,3 +163,13 @@ def test_ranks_use_the_first_devices_of_each_node():
     assert group.devices_for(2) == ("0", "1")
     assert group.devices_for(4) == ("0", "1", "0", "1")
     assert not group.has_devices_for(5) and not group.has_devices_for(9)
+
+
+def test_the_ranks_of_a_job_meet_on_one_node():
+    group = WorkerGroup(
+        name="train-0", kinds=frozenset({"trainer", "job"}), devices=("cuda:0",), nodes=2
+    )
+    about = {"key": "k", "owner": "o", "session": "s"}
+    assert group.suits(WorkerRequest(kind="trainer", ranks=2, **about))
+    assert group.suits(WorkerRequest(kind="job", ranks=1, **about))
+    assert not group.suits(WorkerRequest(kind="job", ranks=2, **about))

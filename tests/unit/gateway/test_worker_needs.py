@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.needs import Needs, engine_needs, trainer_needs
+from gateway.workers.needs import Needs, engine_needs, job_needs, trainer_needs
 from tandem.backends.memory import ModelSize
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.workers import SamplerSettings, TrainerSettings
@@ -83,3 +83,16 @@ def test_on_cores_each_rank_has_its_share_of_the_host():
 def test_needs_of_several_groups_cover_each():
     one, other = Needs(device_bytes=1, host_bytes=4), Needs(device_bytes=2, host_bytes=3)
     assert one.or_more(other) == Needs(device_bytes=2, host_bytes=4)
+
+
+def test_each_rank_of_a_job_has_the_whole_model_in_the_memory_of_its_pod():
+    def bytes_of(group: WorkerGroup, ranks: int, training: TrainingSpec) -> int:
+        return job_needs(MODEL, group=group, ranks=ranks, training=training).host_bytes
+
+    gpus, cores = replace(GPU, pool="train"), replace(CORES, pool="train")
+    weights = 4 * MODEL.parameters
+    for group in (gpus, cores):
+        assert bytes_of(group, 2, TrainingSpec()) > 2 * weights
+    assert bytes_of(cores, 1, TrainingSpec()) > bytes_of(cores, 1, TrainingSpec(lora=LoraSpec()))
+    assert bytes_of(cores, 1, TrainingSpec()) > 5 * weights, "with state and a reference model"
+    assert bytes_of(CORES, 1, TrainingSpec()) == 0, "on a host"

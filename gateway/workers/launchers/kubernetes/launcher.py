@@ -15,10 +15,12 @@ from pydantic import ValidationError
 
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.kubernetes.api import Api, ApiFault, Refused
+from gateway.workers.launchers.kubernetes.home import Home
 from gateway.workers.launchers.kubernetes.maker import WorkerMaker
 from gateway.workers.launchers.kubernetes.names import EPOCH, PODS, SECRETS, SPEC_KEY, WORKER_ID
-from gateway.workers.launchers.kubernetes.objects import LIFELINE, Home
+from gateway.workers.launchers.kubernetes.objects import LIFELINE
 from gateway.workers.launchers.kubernetes.observed import Pod
+from gateway.workers.launchers.kubernetes.preflight import PreflightPods
 from gateway.workers.launchers.kubernetes.reconcile import Reconciler
 from gateway.workers.launchers.kubernetes.removal import KILL_GRACE
 from gateway.workers.launchers.kubernetes.resources import pod_request
@@ -30,7 +32,6 @@ from tandem.agent.host import Host
 from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.errors import (
     InvalidRequest,
-    JobFailed,
     SuspendFailed,
     WorkerCrashed,
     WorkerMayRun,
@@ -88,6 +89,9 @@ class KubernetesLauncher:
             resync=resync,
             ended=self._note_end,
         )
+        self._preflights = PreflightPods(
+            api, maker, self._reconciler, pull_timeout=pull_timeout, poll=poll
+        )
         self._label = {"instance": settings.instance, "pod": settings.pod}
         self._resync = resync
         self._keeping: asyncio.Task[None] | None = None
@@ -109,12 +113,8 @@ class KubernetesLauncher:
         return pod_request(request, needs, self._maker.settings.claim_pools)
 
     async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
-        """Refuse the job before it gets a claim: its pod is not made yet. The checks will run in an
-        init container of a pod without the claim (`tandem.agent.preflight`)."""
-        raise JobFailed(
-            "jobs do not run as pods yet: run them with a gateway on a host, or write a TrainJob "
-            "with `tandem train --render trainjob`"
-        )
+        self._open()
+        return await self._preflights.check(needs, timeout=timeout)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:

@@ -5,19 +5,27 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from gateway.workers.launchers.kubernetes.api import Api
-from gateway.workers.launchers.kubernetes.names import DEPLOYMENTS, METRICS_PORT, PORT, pool_name
+from gateway.workers.launchers.kubernetes.home import Home
+from gateway.workers.launchers.kubernetes.names import (
+    DEPLOYMENTS,
+    METRICS_PORT,
+    PORT,
+    pool_name,
+    role_of,
+)
 from gateway.workers.launchers.kubernetes.objects import (
-    FOLDERS,
-    Home,
     WorkerObjects,
     check_templates,
-    folders_of,
     nodes_of,
+    render_preflight,
     render_worker,
     spec_of_pod,
 )
+from gateway.workers.launchers.kubernetes.pod_spec import FOLDERS, folders_of
 from gateway.workers.launchers.kubernetes.resources import resources_of
-from gateway.workers.launchers.kubernetes.templates import read_templates
+from gateway.workers.launchers.kubernetes.templates import Object, read_templates
+from tandem.agent.preflight import JobNeeds
+from tandem.backends.frameworks import own_environment
 from tandem.errors import WorkerStartFailed, unusable_directory
 from tandem.protocol.authority import Authority
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
@@ -59,11 +67,19 @@ class WorkerMaker:
         resources = resources_of(spec, pool=pool, settings=self.settings)
         certificate = self.authority.issue(spec.worker_id)
         spec = spec_of_pod(spec, pool=pool, home=self.home, tls=certificate)
-        template = self._templates[spec.kind]
+        template = self._templates[role_of(spec.kind)]
         objects = render_worker(
             spec, pool=pool, template=template, resources=resources, home=self.home
         )
         return spec, objects
+
+    def make_preflight(self, needs: JobNeeds) -> Object:
+        """Return the pod that checks a job's needs without its devices.
+
+        The image has the framework's environment where Tandem has it here (`job_paths`)."""
+        python = needs.python or str(own_environment(needs.framework) / "bin" / "python")
+        needs = needs.model_copy(update={"devices_visible": False, "python": python})
+        return render_preflight(needs, template=self._templates["trainer"], home=self.home)
 
     def handle_of(self, spec: WorkerSpec, address: str) -> WorkerHandle:
         host = f"[{address}]" if ":" in address else address

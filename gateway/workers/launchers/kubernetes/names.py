@@ -6,9 +6,12 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+
+Role: TypeAlias = Literal["trainer", "sampler"]
 
 CONTAINER = "worker"
 """The worker's container. Others in its pod are an administrator's."""
@@ -68,9 +71,14 @@ def pool_name(group: str) -> str:
     return group.rpartition("-")[0]
 
 
-def service_account(kind: WorkerKind, settings: KubernetesSettings) -> str:
-    """Return the account of a kind of workers, which do not get its token."""
-    return f"{settings.instance}-{kind}"
+def role_of(kind: WorkerKind) -> Role:
+    """Return whose image, template and account a pod has. A job's pod has those of trainers."""
+    return "sampler" if kind == "sampler" else "trainer"
+
+
+def service_account(role: Role, settings: KubernetesSettings) -> str:
+    """Return the account of a role's workers, which do not get its token."""
+    return f"{settings.instance}-{role}"
 
 
 # --- Kinds of objects ---------------------------------------------------------------------------

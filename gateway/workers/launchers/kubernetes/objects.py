@@ -10,28 +10,21 @@ import base64
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cache, partial
-from importlib.resources import files
+from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import yaml
-
+from gateway.workers.launchers.kubernetes.home import Home, fixed
 from gateway.workers.launchers.kubernetes.names import (
     CLAIMS,
     COMPONENT,
-    EPOCH,
     FRAMEWORK,
     GROUP,
     GROUP_SPEC,
     INSTANCE,
     METRICS_PORT,
     NODE,
-    PART_OF,
     PODS,
     POLICIES,
     PORT,
@@ -43,76 +36,32 @@ from gateway.workers.launchers.kubernetes.names import (
     SPEC_KEY,
     WORKER,
     WORKER_ID,
-    Resource,
+    Role,
     claim_name,
     label_value,
     object_name,
     pod_name,
-    service_account,
+)
+from gateway.workers.launchers.kubernetes.pod_spec import (
+    CHECK,
+    DEVICES,
+    image_of,
+    pod_spec,
+    preflight_spec,
 )
 from gateway.workers.launchers.kubernetes.resources import PodResources
 from gateway.workers.launchers.kubernetes.templates import Object, Template, merged
+from tandem.agent.preflight import JobNeeds
 from tandem.errors import InvalidRequest
 from tandem.protocol.certificate import Certificate
-from tandem.protocol.worker import COMPILED, WorkerKind, WorkerSpec, compile_caches
+from tandem.protocol.worker import WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tandem.settings.workers import TrainerSettings
 
-FOLDERS: Mapping[WorkerKind, Mapping[str, Literal["read", "write"]]] = {
-    "trainer": {
-        "models": "read",
-        "weights": "write",
-        "checkpoints": "write",
-        "snapshots": "write",
-        "spill": "write",
-    },
-    "sampler": {"models": "read", "weights": "read"},
-}
-"""A worker's mounts in the data directory. The rest, such as keys, is the gateway's alone."""
-
-_USER_OF_IMAGES = 10001
 LIFELINE = 600.0
 """Seconds without a gateway's call, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
-_SPEC_FOLDER = "/run/tandem/spec"
-_SCRATCH = "/tmp"
-_DEVICES = "devices"
 _PLACEMENT = ("nodeSelector", "nodeName", "affinity", "tolerations", "schedulerName")
-_MODULES: Mapping[WorkerKind, str] = {"trainer": "trainer_service", "sampler": "sampler_service"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Home:
-    """The place and owner of objects from a gateway of this `epoch`. The owner is the Deployment
-    `settings.instance` with the uid `owner`, or nobody for "". `volume` is the shared volume's
-    path."""
-
-    settings: KubernetesSettings
-    namespace: str
-    volume: Path
-    epoch: int
-    owner: str = ""
-
-    def new(
-        self, resource: Resource, name: str, *, labels: Object, annotations: Object, **rest: object
-    ) -> Object:
-        """Return an object. `rest` are its fields besides the metadata."""
-        metadata: Object = {
-            "name": name,
-            "namespace": self.namespace,
-            "labels": {PART_OF: "tandem", INSTANCE: self.settings.instance, **labels},
-            "annotations": {EPOCH: str(self.epoch), **annotations},
-        }
-        if self.owner:
-            owner = {
-                "apiVersion": "apps/v1",
-                "kind": "Deployment",
-                "name": self.settings.instance,
-                "uid": self.owner,
-            }
-            metadata["ownerReferences"] = [owner]
-        about = {"apiVersion": resource.api_version, "kind": resource.kind, "metadata": metadata}
-        return about | rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +101,23 @@ def nodes_of(spec: WorkerSpec, pool: ClaimPoolSettings) -> int:
     return math.ceil(spec.trainer.ranks / pool.devices) if spec.trainer is not None else 1
 
 
+def render_preflight(needs: JobNeeds, *, template: Template, home: Home) -> Object:
+    """Return the pod that checks a job's needs. It has the template of the job's pod."""
+    worker_id = f"{CHECK}-{Path(needs.folder).name}"
+    pod = home.new(
+        PODS,
+        object_name(worker_id),
+        labels={
+            COMPONENT: CHECK,
+            WORKER: label_value(worker_id),
+            FRAMEWORK: label_value(needs.framework),
+        },
+        annotations={WORKER_ID: worker_id},
+        spec=preflight_spec(needs, home=home),
+    )
+    return merged(_for_placement(template, home.settings), pod)
+
+
 # --- Objects --------------------------------------------------------------------------------------
 
 
@@ -182,7 +148,7 @@ def render_worker(
     if nodes > 1:
         own_pods = {INSTANCE: home.settings.instance, WORKER: label_value(spec.worker_id)}
         selector = own_pods | {NODE: "0"}
-        service = new(SERVICES, worker, spec=_fixed("service") | {"selector": selector})
+        service = new(SERVICES, worker, spec=fixed("service") | {"selector": selector})
         policy = new(POLICIES, worker, spec=_policy({"podSelector": {"matchLabels": own_pods}}))
     pods = []
     for node in range(nodes):
@@ -191,7 +157,7 @@ def render_worker(
             pod_name(spec.worker_id, node),
             labels=labels | {NODE: str(node)},
             annotations=annotations,
-            spec=_pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
+            spec=pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
         )
         pods.append(merged(_for_placement(template, home.settings), pod))
     claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
@@ -200,43 +166,30 @@ def render_worker(
     )
 
 
-def _fixed(part: str) -> Object:
-    """Return a part of `worker-objects.yaml`."""
-    found: Object = deepcopy(_fixed_parts()[part])
-    return found
-
-
-@cache
-def _fixed_parts() -> Object:
-    text = (files(__package__) / "defaults" / "worker-objects.yaml").read_text()
-    parts: Object = yaml.safe_load(text)
-    return parts
-
-
 def _policy(own_pods: Object) -> Object:
     """Allow the traffic between one worker's pods."""
-    policy = _fixed("policy") | own_pods
+    policy = fixed("policy") | own_pods
     policy["ingress"].insert(0, {"from": [own_pods]})
     policy["egress"].insert(0, {"to": [own_pods]})
     return policy
 
 
 def check_templates(
-    templates: Mapping[WorkerKind, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
+    templates: Mapping[Role, Template], *, pools: Sequence[ClaimPoolSettings], home: Home
 ) -> None:
     """Raise `InvalidRequest` for a template with a worker's field, for one claim's workers on
     different nodes, and for a missing image."""
     resources = PodResources(cpu="1", memory=1, shared_memory=1, ephemeral=1)
     for pool in pools:
-        for kind in pool.roles:
-            if not _image(kind, home.settings):
+        for role in pool.roles:
+            if not image_of(role, home.settings):
                 raise InvalidRequest(
-                    f"TANDEM_KUBERNETES_{kind.upper()}_IMAGE is not set, and pool {pool.name!r} of "
-                    f"TANDEM_CLAIM_POOLS is for {kind}s"
+                    f"TANDEM_KUBERNETES_{role.upper()}_IMAGE is not set, and pool {pool.name!r} of "
+                    f"TANDEM_CLAIM_POOLS is for {role}s"
                 )
             probe = WorkerSpec(
-                worker_id=f"{kind}-probe",
-                kind=kind,
+                worker_id=f"{role}-probe",
+                kind=role,
                 secret="",
                 model_name="",
                 model_path="",
@@ -245,7 +198,7 @@ def check_templates(
                 trainer=TrainerSettings(ranks=pool.devices * pool.nodes),
             )
             render_worker(
-                probe, pool=pool, template=templates[kind], resources=resources, home=home
+                probe, pool=pool, template=templates[role], resources=resources, home=home
             )
         specs = [_for_placement(templates[k], home.settings).body["spec"] for k in pool.roles]
         for field in _PLACEMENT if pool.has_claims else ():
@@ -260,7 +213,7 @@ def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[O
     """Return a group's claims, one per node; none if the pool has no claims."""
     if not pool.has_claims:
         return ()
-    request: Object = {"name": _DEVICES}
+    request: Object = {"name": DEVICES}
     if pool.alternatives:
         request["firstAvailable"] = [
             {"name": f"choice-{number}"}
@@ -272,7 +225,7 @@ def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[O
     devices: Object = {"requests": [request]}
     if pool.sharing is not None:
         opaque = {"driver": pool.sharing.driver, "parameters": pool.sharing.parameters}
-        devices["config"] = [{"requests": [_DEVICES], "opaque": opaque}]
+        devices["config"] = [{"requests": [DEVICES], "opaque": opaque}]
     digest = hashlib.sha256(json.dumps(devices, sort_keys=True).encode()).hexdigest()[:16]
     return tuple(
         home.new(
@@ -297,23 +250,6 @@ def _exactly(device_class: str, selectors: list[str], *, count: int) -> Object:
     return asked
 
 
-def folders_of(
-    kind: WorkerKind, settings: KubernetesSettings
-) -> Mapping[str, Literal["read", "write"]]:
-    """Return `FOLDERS` of a worker, with the folder for compiled code if enabled."""
-    return {**FOLDERS[kind], COMPILED: "write"} if settings.keep_compiled else FOLDERS[kind]
-
-
-def _image(kind: WorkerKind, settings: KubernetesSettings) -> str:
-    return settings.trainer_image if kind == "trainer" else settings.sampler_image
-
-
-def _user() -> int:
-    """Return the workers' user: the gateway's own, which alone can read the data directory. A
-    gateway that runs as root uses the images' user."""
-    return os.getuid() or _USER_OF_IMAGES
-
-
 def _for_placement(template: Template, settings: KubernetesSettings) -> Template:
     """Return the template, without the role's node selector if all roles share their nodes."""
     spec = template.body["spec"]
@@ -321,74 +257,3 @@ def _for_placement(template: Template, settings: KubernetesSettings) -> Template
         return template
     selector = {key: value for key, value in spec["nodeSelector"].items() if key != _ROLE}
     return replace(template, body=template.body | {"spec": spec | {"nodeSelector": selector}})
-
-
-def _pod_spec(
-    spec: WorkerSpec,
-    *,
-    node: int,
-    pool: ClaimPoolSettings,
-    resources: PodResources,
-    home: Home,
-) -> Object:
-    settings = home.settings
-    volumes: list[Object] = [
-        {
-            "name": "tandem-spec",
-            "secret": {"secretName": object_name(spec.worker_id), "defaultMode": 0o440},
-        },
-        {"name": "tandem-scratch", "emptyDir": {"sizeLimit": str(resources.ephemeral)}},
-        {
-            "name": "tandem-shm",
-            "emptyDir": {"medium": "Memory", "sizeLimit": str(resources.shared_memory)},
-        },
-    ]
-    mounts: list[Object] = [
-        {"name": "tandem-spec", "mountPath": _SPEC_FOLDER, "readOnly": True},
-        {"name": "tandem-scratch", "mountPath": _SCRATCH},
-        {"name": "tandem-shm", "mountPath": "/dev/shm"},
-    ]
-    if settings.volume_claim:
-        claim = {"claimName": settings.volume_claim}
-        volumes.append({"name": "tandem-data", "persistentVolumeClaim": claim})
-        mounts += _mounts_of_volume(spec.kind, home)
-    module = _MODULES[spec.kind] + (".node" if node else "")
-    # torch needs a user name, and the image has none.
-    environment = {"HOME": _SCRATCH, "TMPDIR": _SCRATCH, "USER": "tandem"}
-    environment["GRPC_VERBOSITY"] = "ERROR"  # as agents do: strangers cause all lower messages
-    if settings.keep_compiled:
-        environment |= compile_caches(home.volume)
-    if node:
-        environment["TANDEM_NODE_RANK"] = str(node)
-    memory = {"memory": str(resources.memory), "ephemeral-storage": str(resources.ephemeral)}
-    container = _fixed("container") | {
-        "image": _image(spec.kind, settings),
-        "command": ["python", "-m", module],
-        "env": [{"name": key, "value": value} for key, value in environment.items()],
-        "resources": {"requests": {"cpu": resources.cpu} | memory, "limits": memory},
-        "volumeMounts": mounts,
-    }
-    pod = _fixed("pod") | {
-        "serviceAccountName": service_account(spec.kind, settings),
-        "terminationGracePeriodSeconds": math.ceil(spec.stop_timeout),
-        "containers": [container],
-        "volumes": volumes,
-    }
-    pod["securityContext"] |= dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), _user())
-    if pool.has_claims:
-        name = claim_name(spec.group, pool=pool, node=node, instance=settings.instance)
-        pod["resourceClaims"] = [{"name": _DEVICES, "resourceClaimName": name}]
-        container["resources"] |= {"claims": [{"name": _DEVICES}]}
-    return pod
-
-
-def _mounts_of_volume(kind: WorkerKind, home: Home) -> list[Object]:
-    return [
-        {
-            "name": "tandem-data",
-            "mountPath": str(home.volume / folder),
-            "subPath": folder,
-            "readOnly": use == "read",
-        }
-        for folder, use in folders_of(kind, home.settings).items()
-    ]

@@ -45,6 +45,12 @@ _TOLD = (
 )
 _WENT_ON = ("Pulling", "Pulled", "Created", "Started")
 _LONGEST = 600
+_MEMORY: dict[WorkerKind, str] = {
+    "trainer": "tandem.host_memory",
+    "sampler": "tandem.sampler_host_memory",
+    "job": "--host-memory",
+}
+"""The option with the memory of a worker's pod."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +182,7 @@ def _out_of_memory(pod: Pod, kind: WorkerKind, container: str) -> str:
     limit = str(next(limits, {}).get("memory", "memory"))
     if limit.isdigit():  # bytes, as in our requests
         limit = f"{int(limit) // 2**20}Mi"
-    setting = "tandem.host_memory" if kind == "trainer" else "tandem.sampler_host_memory"
+    setting = _MEMORY[kind]
     return f"the {kind} needed more than the {limit} that its pod may have; {setting} raises that"
 
 

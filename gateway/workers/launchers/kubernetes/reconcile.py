@@ -7,7 +7,7 @@ fail; then the next comparison finds the rest. So a gateway may die between any 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 
@@ -65,6 +65,8 @@ class Reconciler:
         ended: Callable[[PodWorker], None],
     ) -> None:
         self.workers: dict[str, PodWorker] = {}
+        self.kept: set[str] = set()
+        """Ids of pods that belong to no worker, and that nothing removes."""
         self.sweeps = False
         """Whether unwanted objects are deleted: only after the wanted workers are known."""
         self._api = api
@@ -186,7 +188,7 @@ class Reconciler:
             for view in (self.pods, self.secrets, self.services, self.policies)
             for each in view.objects.values()
         }
-        return found - self.workers.keys()
+        return found - self.workers.keys() - self.kept
 
     def _unwant(self, worker_id: str) -> PodWorker | None:
         worker = self.workers.pop(worker_id, None)
@@ -275,7 +277,7 @@ class Reconciler:
     def _compare_one(self, worker_id: str) -> None:
         if (worker := self.workers.get(worker_id)) is not None:
             self._compare(worker)
-        elif worker_id in self._removal.endings or self.sweeps:
+        elif worker_id in self._removal.endings or (self.sweeps and worker_id not in self.kept):
             self._removal.remove(worker_id, current=self.current)
 
     # --- One wanted worker --------------------------------------------------------------------
@@ -325,14 +327,19 @@ class Reconciler:
         )
 
     async def _read_events(self, worker: PodWorker, key: Key) -> None:
-        """Read the pods' events, which explain more than their states."""
         self._steps.put_off(key, self._deadlines.poll)
+        worker.warn(await self.read_warning(worker.seen.values()))
+
+    async def read_warning(self, pods: Iterable[Pod]) -> str:
+        """Return the newest warning in the events of starting pods, or "". Raises `ApiFault`.
+
+        Events explain more than the states of pods."""
         told = ""
-        for pod in worker.seen.values():
+        for pod in pods:
             about = f"involvedObject.name={pod.name},involvedObject.uid={pod.metadata.uid}"
             listed = await self._api.list(EVENTS, fields=about)
             told = told or told_by_events([Event.model_validate(each) for each in listed.items])
-        worker.warn(told)
+        return told
 
     # --- Its objects ----------------------------------------------------------------------------
 

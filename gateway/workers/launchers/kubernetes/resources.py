@@ -33,6 +33,12 @@ class PodResources:
     ephemeral: int
 
 
+PREFLIGHT = PodResources(
+    cpu="100m", memory=512 * _MIB, shared_memory=64 * _MIB, ephemeral=256 * _MIB
+)
+"""Two interpreters that import no framework."""
+
+
 def pod_request(
     request: WorkerRequest, needs: Callable[[], Needs], pools: Sequence[ClaimPoolSettings]
 ) -> WorkerRequest:
@@ -48,7 +54,9 @@ def resources_of(
     spec: WorkerSpec, *, pool: ClaimPoolSettings, settings: GatewaySettings
 ) -> PodResources:
     """Return the requests of each pod of a worker."""
-    if spec.trainer is not None:
+    if spec.job is not None:
+        ranks = spec.job.processes
+    elif spec.trainer is not None:
         ranks = spec.trainer.ranks // math.ceil(spec.trainer.ranks / pool.devices)
     else:
         ranks = spec.sampler.ranks if spec.sampler is not None else 1

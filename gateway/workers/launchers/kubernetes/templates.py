@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 
 import yaml
 
+from gateway.workers.launchers.kubernetes.names import Role
 from tandem.errors import InvalidRequest, describe
-from tandem.protocol.worker import WorkerKind
 from tandem.settings.cluster import KubernetesSettings
 
 Object: TypeAlias = dict[str, Any]
 
-KINDS: tuple[WorkerKind, ...] = ("trainer", "sampler")
+ROLES: tuple[Role, ...] = ("trainer", "sampler")
 _NAMED = ("containers", "initContainers", "volumes", "env", "resourceClaims", "claims")
 _QUANTITIES = ("limits", "requests", "overhead")
 _PARAMETERIZED = re.compile(r"(List|Dict)\[(?:str, )?(.+)\]")
@@ -38,10 +38,10 @@ class Template:
         return InvalidRequest(f"{self.source}: {path}: {what}")
 
 
-def read_templates(settings: KubernetesSettings) -> dict[WorkerKind, Template]:
+def read_templates(settings: KubernetesSettings) -> dict[Role, Template]:
     """Return the administrator's templates, or the package's. Raises `InvalidRequest` for an
     invalid template."""
-    return {kind: _read(f"{kind}-pod.yaml", settings) for kind in KINDS}
+    return {role: _read(f"{role}-pod.yaml", settings) for role in ROLES}
 
 
 def _read(name: str, settings: KubernetesSettings) -> Template:
