@@ -37,11 +37,10 @@ def mark(tmp_path):
     return f"{MARK}={tmp_path}"
 
 
-@contextmanager
-def job(folder: Path, code: str, *arguments: str, **about):
-    """A job's worker whose program is this code, in place of torchrun."""
+def specification(folder: Path, code: str, *arguments: str, **about) -> WorkerSpec:
+    """The specification of a worker whose program is this code, in place of torchrun."""
     environment = {MARK: str(folder)} | about.pop("environment", {})
-    spec = WorkerSpec(
+    return WorkerSpec(
         worker_id="job-s-0",
         kind="job",
         secret=SECRET,
@@ -59,7 +58,11 @@ def job(folder: Path, code: str, *arguments: str, **about):
         ),
         **about,
     )
-    with worker_process(spec) as started:
+
+
+@contextmanager
+def job(folder: Path, code: str, *arguments: str, **about):
+    with worker_process(specification(folder, code, *arguments, **about)) as started:
         yield started
         started.process.wait(timeout=60)
 
@@ -206,6 +209,18 @@ def test_a_repeated_attempt_replaces_its_end_and_forgets_its_error(tmp_path):
     for name in ("end.json", "error.json"):
         (tmp_path / "attempt-1" / name).write_text('{"message": "old", "status": 9}')
     assert ended(tmp_path, "raise SystemExit(1)").reason == "torchrun ended with status 1"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_worker_of_a_job_in_a_pod_has_its_specification_in_a_file(tmp_path, status):
+    file = tmp_path / "spec.json"
+    spec = specification(tmp_path, f"raise SystemExit({status})", lifeline=60.0)
+    file.write_text(spec.model_dump_json())
+    files = ["--spec-file", str(file), "--report-file", str(tmp_path / "report")]
+    command = [sys.executable, "-m", "trainer_service.jobs", *files]
+    assert subprocess.run(command, check=False, timeout=60).returncode == 0
+    assert end_of(tmp_path).status == status
+    assert not (tmp_path / "report").exists()
 
 
 def test_a_missing_folder_is_reported(tmp_path):
