@@ -13,8 +13,7 @@ import torch.distributed.run
 import yaml
 
 from tandem.backends.jobs import JobResources
-from tandem.backends.kubeflow import RESERVED
-from tests.support.kubeflow import Manifest, rendered
+from tests.support.kubeflow import Manifest, node_variables, rendered
 
 TWO_NODES = JobResources(processes=2, nodes=2)
 PACKAGES = Path(sys.prefix) / "kubeflow"
@@ -101,7 +100,7 @@ def test_kubeflows_sdk_finds_the_trainer_of_each_runtime(found):
 @pytest.mark.parametrize("node", [0, 1])
 def test_the_launcher_reads_the_ranks_of_kubeflows_nodes(monkeypatch, node):
     trainer = rendered({"method": "sft"}, TWO_NODES)[1]["spec"]["trainer"]
-    for name, value in pets(trainer, node, port=29500).items():
+    for name, value in node_variables(trainer, node, port=29500).items():
         monkeypatch.setenv(name, value)
     assert trainer["command"][1:] == ["-m", torch.distributed.run.__name__]
     read = torch.distributed.run.get_args_parser().parse_args(trainer["args"])
@@ -110,12 +109,6 @@ def test_the_launcher_reads_the_ranks_of_kubeflows_nodes(monkeypatch, node):
     assert config.rdzv_backend == "static"
     assert (config.rdzv_configs["rank"], config.rdzv_endpoint) == (node, "127.0.0.1:29500")
     assert [each for each in arguments if not each.startswith("-")][-1] == trainer["args"][-1]
-
-
-def pets(trainer: Manifest, node: int, *, port: int) -> dict[str, str]:
-    """Return the variables that Kubeflow's torch plugin sets in the pod of a node."""
-    values = (trainer["numNodes"], trainer["numProcPerNode"], node, "127.0.0.1", port)
-    return dict(zip(RESERVED, map(str, values), strict=True))
 
 
 def strict(schema: Manifest) -> Manifest:

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.backends.description import BackendDescription
 from tandem.backends.jobs import JobResources
-from tandem.backends.kubeflow import render_trainjob
+from tandem.backends.kubeflow import RESERVED, render_trainjob
 from tandem.backends.rendering import configure
 from tests.support.trl_configurations import TRL
 
@@ -45,3 +45,10 @@ def of_node(template: Manifest) -> Manifest:
 def node_pod(runtime: Manifest) -> Manifest:
     found: Manifest = of_node(runtime["spec"]["template"])["spec"]["template"]["spec"]
     return found
+
+
+def node_variables(trainer: Manifest, node: int, *, port: int) -> dict[str, str]:
+    """Return the variables that Kubeflow's torch plugin sets in the pod of a node, if all nodes are
+    on this machine."""
+    values = (trainer["numNodes"], trainer["numProcPerNode"], node, "127.0.0.1", port)
+    return dict(zip(RESERVED, map(str, values), strict=True))
