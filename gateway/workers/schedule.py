@@ -209,8 +209,10 @@ def _explain_turn(
         return WaitReason(reason="its step under way has to end first", seconds=seconds)
     position = keys.index(row.key) + 1
     why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
-    if _jobs_in_the_way(overview, row):
-        why = f"a job holds devices of group {group.name} until it ends"
+    if jobs := _jobs_in_the_way(overview, row):
+        own = next((each for each in jobs if each.owner == row.owner), None)
+        job = f"the job {own.key}" if own is not None else "a job"
+        why = f"{job} holds devices of group {group.name} until it ends"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
             why = f"a worker of group {group.name} cannot be put to sleep"

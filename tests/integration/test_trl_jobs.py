@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from collections.abc import Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 from tinker import TrainingClient
 
-from tests.support.processes import marked
 from tests.support.sdk import (
     TIMEOUT,
     largest_difference,
@@ -22,14 +20,12 @@ from tests.support.sdk import (
 )
 from tests.support.stacks import TIED, TestStack, running
 from tests.support.trl_jobs import needs_trl
+from tests.support.trl_runs import TrlRun
 from tests.support.waiting import wait_until
 
 pytestmark = [needs_trl, pytest.mark.nightly]
 TOLERANCE = 1e-4
 TOKENS = sequences(5, seed=71)
-ROWS = "".join(
-    json.dumps({"prompt": f"{n} + 1 =", "completion": f" {n + 1}"}) + "\n" for n in range(16)
-)
 
 
 @pytest.fixture(scope="module")
@@ -39,56 +35,6 @@ def own_stack(
     folder = tmp_path_factory.mktemp("data")
     with running(folder, models={TIED: models[TIED]}, settings={"trainer_ranks": "1"}) as stack:
         yield stack
-
-
-class TrlRun:
-    """A submitted job of TRL."""
-
-    def __init__(self, stack: TestStack, *, max_restarts: int = 0, **values: object) -> None:
-        self.stack = stack
-        configuration = {
-            "method": "sft",
-            "learning_rate": 1e-3,
-            "steps": 4,
-            "batch_size": 2,
-            "save_steps": 2,
-            "max_length": 64,
-        }
-        body = {
-            "backend": "trl",
-            "model": TIED,
-            "name": "sums",
-            "configuration": configuration | values,
-            "data": {"train": ROWS},
-            "processes": 2,
-            "max_restarts": max_restarts,
-        }
-        with stack.stack.client() as client:
-            answer = client.post("jobs", json=body)
-            assert answer.status_code == 200, answer.text
-        self.id: str = answer.json()["id"]
-
-    def about(self) -> dict:
-        with self.stack.stack.client() as client:
-            return client.get(f"jobs/{self.id}").json()
-
-    def steps(self) -> list[int]:
-        with self.stack.stack.client() as client:
-            found = client.get(f"runs/{self.id}/metrics", params={"name": "tandem/loss"}).json()
-        return found["metrics"].get("tandem/loss", {"step": []})["step"]
-
-    def finished(self) -> dict:
-        wait_until(lambda: self.about()["state"] == "ended", timeout=TIMEOUT)
-        about = self.about()
-        assert about["reason"] == "the job has finished"
-        return about
-
-    def worker(self) -> dict:
-        return self.stack.worker("job", session_id=self.id.partition(":")[0])
-
-    def is_gone(self) -> bool:
-        """Whether no process of it is left."""
-        return not any("trainer_service.jobs" in each.command for each in marked(self.stack.mark))
 
 
 @pytest.mark.parametrize("rank", [pytest.param(4, id="lora"), pytest.param(0, id="all")])
@@ -138,8 +84,7 @@ def test_a_killed_gateway_a_killed_worker_and_a_stop(own_stack: TestStack) -> No
     wait_until(lambda: len(job.steps()) > seen + 2, timeout=TIMEOUT)
     steps = job.steps()
     assert steps == list(range(1, len(steps) + 1))
-    with own_stack.stack.client() as client:
-        client.post(f"runs/{job.id}/stop", json={}).raise_for_status()
+    job.stop()
     wait_until(lambda: job.about()["state"] == "ended", timeout=TIMEOUT)
     assert job.about()["restarts"] == 1
     assert job.about()["result"] is None

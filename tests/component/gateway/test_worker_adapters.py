@@ -357,7 +357,7 @@ async def test_a_job_keeps_its_devices_until_it_ends(gateway, launcher):
     assert job.worker_id.startswith("job-s-")
     waiting = asyncio.create_task(gateway.worker_in_use("a"))
     await until(lambda: gateway.supervisor.explain("a"))
-    await until(lambda: "a job holds devices" in gateway.supervisor.explain("a").reason)
+    await until(lambda: "the job j holds devices" in gateway.supervisor.explain("a").reason)
     assert [spec.worker_id for spec in launcher.specs] == [job.worker_id]
     await launcher.kill(job.worker_id, "the job exited with status 0")
     assert (await waiting).worker_id.startswith("trainer-s-")

@@ -74,16 +74,19 @@ def test_no_decision_takes_the_devices_of_a_running_job(
     assert {type(step).__name__ for step in of_job} <= {"KeepAwake"}
 
 
-@pytest.mark.parametrize("uses", [0, 1])
-def test_a_higher_priority_waits_for_the_end_of_a_running_job_and_is_told_so(uses):
-    rows = row("a", "awake", kind="job", since=0), row("b", "placed", priority=9)
+@pytest.mark.parametrize(
+    ("owner", "uses", "holder"),
+    [("ann", 0, "the job a"), ("ann", 1, "the job a"), ("bo", 1, "a job")],
+)
+def test_a_higher_priority_waits_for_the_end_of_a_running_job_and_is_told_so(owner, uses, holder):
+    rows = row("a", "awake", kind="job", since=0, owner=owner), row("b", "placed", priority=9)
     about = {"demand": {"a": Demand(uses=uses), "b": waits(since=NOW - 600)}}
     assert decided(*rows, **about) == []
     found = overview(*rows, groups=(group(),), **about)
     wait = explain_wait(found, found.rows["b"])
     assert wait is not None
     assert (wait.position, wait.seconds) == (1, 600)
-    said = "1st in the queue for the devices of group g: a job holds devices of group g"
+    said = f"1st in the queue for the devices of group g: {holder} holds devices of group g"
     assert wait.reason == f"{said} until it ends"
 
 
@@ -97,7 +100,7 @@ def test_calls_of_an_engine_behind_a_job_are_refused_after_the_patience(state):
     refused, *_ = decided(*rows, demand=demand, **about)
     assert isinstance(refused, RefuseCalls)
     assert "nobody could serve it within 60 s (1st in the queue" in refused.reason
-    assert "a job holds devices of group g until it ends" in refused.reason
+    assert "the job a holds devices of group g until it ends" in refused.reason
 
 
 def test_a_worker_that_fits_beside_a_job_is_awake_beside_it():
