@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,7 +60,8 @@ def training_of(configuration: Mapping[str, Any]) -> TrainingSpec:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """`attempt` counts from 1, and `restarts` counts failed attempts. `reason` explains a wait.
+    """`attempt` counts from 1, and `restarts` counts failed attempts. `reason` explains a wait
+    outside the table of workers. That wait began `waits_since`, in seconds since 1970.
 
     `error` is the decision to end the job before its end. `life` is the task that follows the job,
     `ending` the one that ends it. `exits` has the reasons for the ends of its processes, by their
@@ -74,6 +76,7 @@ class Job:
     attempt: int = 1
     restarts: int = 0
     reason: str = ""
+    waits_since: float = 0.0
     error: TandemError | None = None
     life: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None
@@ -88,4 +91,6 @@ class Job:
 
     def note_reason(self, reason: str) -> None:
         """Note why it waits, "" if it waits no more."""
+        if reason and not self.reason:
+            self.waits_since = time.time()
         self.reason = reason

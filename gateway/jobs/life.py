@@ -149,7 +149,7 @@ class JobLife:
                 restarts=job.restarts + failed,
             )
             await self._stored(job, following)
-            job.reason = f"attempt {job.attempt - 1} has ended: {end.reason}"
+            job.note_reason(f"attempt {job.attempt - 1} has ended: {end.reason}")
         await self._stored(job, lambda: self.results.import_result(job))
 
     async def prepare_request(self, job: Job) -> WorkerRequest:
@@ -182,9 +182,9 @@ class JobLife:
             request = await self.prepare_request(job)
             await self._stored(job, lambda: self.supervisor.place([request], holder=key))
             self.supervisor.watch_ends(key, job.note_exit)
+        job.note_reason("")
         try:
             async with self.supervisor.use(key) as row:
-                job.reason = ""
                 await self._stored(job, lambda: self._note(job, state="running"))
                 reason = await self._watch(job, row.process, progress)
                 end = await self._end_of(job, JobEnd(status=1, reason=reason))
@@ -199,7 +199,7 @@ class JobLife:
 
     async def _pass_preflight(self, job: Job, folder: Path) -> None:
         """Wait until the job could start, without a place. Raises `JobFailed`."""
-        job.reason = "the checks before its start run"
+        job.note_reason("the checks before its start run")
         groups = self.supervisor.roster.groups.values()
         needs = needs_of(
             job,
@@ -267,13 +267,16 @@ class JobLife:
 
     async def _stored(self, job: Job, work: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat work while the storage fails. Meanwhile that is the reason of the job's wait."""
+        reason: str | None = None
         while True:
             try:
                 result = await work()
             except (StorageFailed, OSError) as error:
                 reason = describe(error if isinstance(error, StorageFailed) else typed(error))
                 self._log.error("job_waits_for_storage", run_id=job.run_id, reason=describe(error))
-                job.reason = reason
+                job.note_reason(reason)
                 await asyncio.sleep(_REPEAT)
             else:
+                if job.reason == reason:
+                    job.note_reason("")
                 return result

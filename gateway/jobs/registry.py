@@ -19,6 +19,7 @@ from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.runs.registry import RunRegistry
 from gateway.storage.tables import jobs, runs
+from gateway.workers.schedule import WaitReason
 from tandem.errors import DeadlineExceeded, InternalError, TandemError, from_type
 from tandem.telemetry import get_log
 
@@ -227,7 +228,8 @@ class JobRegistry:
             gone = update(jobs).where(jobs.c.run_id == row["run_id"]).values(files_until=None)
             await self._database.write(gone)
 
-    def explain_job(self, job: Job) -> tuple[str, int]:
-        """Return why a job waits, and its place in the queue, 0 in no queue."""
-        reason = self.life.supervisor.explain(job.run_id)
-        return (reason.reason, reason.position) if reason is not None else (job.reason, 0)
+    def explain_job(self, job: Job) -> WaitReason:
+        """Return why a job waits, "" if it does not."""
+        if job.reason:
+            return WaitReason(reason=job.reason, seconds=time.time() - job.waits_since)
+        return self.life.supervisor.explain(job.run_id) or WaitReason(reason="")

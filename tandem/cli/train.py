@@ -27,7 +27,7 @@ from tandem.cli.context import (
 )
 from tandem.cli.run_names import run_in_url
 from tandem.cli.run_values import done, main_value
-from tandem.cli.tables import Column, moment, printable, say_rest, show_table
+from tandem.cli.tables import Column, duration, moment, printable, say_rest, show_table
 from tandem.errors import InvalidField, JobFailed, UserError
 
 _UPLOAD_SECONDS = 600.0
@@ -197,6 +197,7 @@ def list_jobs(
             Column("framework"),
             Column("state"),
             Column("queue", right=True),
+            Column("waits", right=True),
             Column("step", right=True),
             Column("newest", wrap=11),
             Column("done", wrap=5),
@@ -211,6 +212,7 @@ def list_jobs(
                 each["framework"],
                 each["state"],
                 each["queue_position"] or "",
+                duration(each["waited_seconds"]),
                 (each["progress"] or {"step": 0})["step"],
                 main_value(each),
                 done(each),
@@ -298,7 +300,8 @@ def _say_job(about: Row) -> None:
     processes = f"{about['processes']} process{'es' * (about['processes'] > 1)}"
     say(f"{about['id']}: {about['base_model']}, {about['framework']}, {processes}")
     queue = f", number {about['queue_position']} in the queue" if about["queue_position"] else ""
-    say(f"{about['state']}{queue}, created {moment(about['created_at'])} (UTC)")
+    waited = f" for {duration(about['waited_seconds'])}" if about["waited_seconds"] else ""
+    say(f"{about['state']}{waited}{queue}, created {moment(about['created_at'])} (UTC)")
     if about["reason"]:
         say(printable(about["reason"]))
     say(f"attempt {about['attempt']}, {about['restarts']} of {about['max_restarts']} restarts used")

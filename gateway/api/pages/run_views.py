@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import OrderedDict
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, TypeVar
 from markupsafe import Markup
 
 from gateway.api.pages.charts import sparkline
+from gateway.api.pages.texts import clock
 from gateway.core import Gateway
 from gateway.owners.limits import Ledger
 from gateway.runs.record.curves import Curve
@@ -18,6 +20,7 @@ from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rows import RunRecord
 from gateway.storage.fair_queue import FairSemaphore
+from gateway.workers.schedule import WaitReason
 
 Value = TypeVar("Value")
 
@@ -79,7 +82,7 @@ class RunViews:
         """Return the state of a run in a word, and why, "" if all is well."""
         jobs, live = self._gateway.jobs, self._gateway.runs.get(run.id)
         if (job := jobs.find_job(run.id)) is not None:
-            return run.state, run.reason or jobs.explain_job(job)[0]
+            return run.state, run.reason or _since(jobs.explain_job(job))
         if live is None or live.state == "ended":
             return ("failed" if run.failed else "ended"), run.reason
         why = live.error.message if live.error is not None else live.trouble
@@ -127,6 +130,12 @@ def _main_metric(names: Iterable[str]) -> str | None:
     rewards = [name for name in names if "reward" in name.lower()]
     losses = [name for name in names if "loss" in name.lower()]
     return min(rewards or losses, key=lambda name: (len(name), name), default=None)
+
+
+def _since(waits: WaitReason) -> str:
+    """Return why a job waits, and since when."""
+    began = clock(time.time() - waits.seconds, dated=waits.seconds > 86_400)
+    return f"{waits.reason} (since {began} UTC)" if waits.reason else ""
 
 
 def flat(config: Mapping[str, object] | None) -> dict[str, object]:

@@ -22,6 +22,7 @@ from gateway.jobs.results import result_paths
 from gateway.jobs.submission import FILES_TTL, NewJob
 from gateway.runs.record.identity import RunIdentity
 from gateway.runs.record.rows import RunFilters, RunRecord
+from gateway.workers.schedule import WaitReason
 from tandem.errors import (
     BudgetExhausted,
     StorageFailed,
@@ -70,8 +71,9 @@ class JobResult(Answer):
 
 
 class JobInfo(Answer):
-    """A job is a run with the same id. `queue_position` counts from 1, and is 0 in no queue.
-    `attempt` counts from 1, and `restarts` counts failed attempts. `result` is null without one."""
+    """A job is a run with the same id. `queue_position` counts from 1, and is 0 in no queue. It has
+    waited for `waited_seconds`, for the `reason`. `attempt` counts from 1, and `restarts` counts
+    failed attempts. `result` is null without one."""
 
     id: str
     name: str
@@ -85,6 +87,7 @@ class JobInfo(Answer):
     state: str
     reason: str
     queue_position: int
+    waited_seconds: float
     attempt: int
     restarts: int
     max_restarts: int
@@ -194,7 +197,9 @@ async def _described(found: Sequence[RunRecord], access: Access) -> list[JobInfo
 def _facts(run: RunRecord, record: JobRecord, access: Access) -> dict[str, Any]:
     jobs, plan = access.gateway.jobs, record.plan
     live = jobs.find_job(run.id)
-    reason, position = (run.reason, 0) if live is None or run.reason else jobs.explain_job(live)
+    waits = WaitReason(reason=run.reason)
+    if live is not None and not run.reason:
+        waits = jobs.explain_job(live)
     result = None
     if run.last_training is not None and run.last_sampler is not None:
         weights, sampler = map(str, result_paths(run.id))
@@ -203,8 +208,9 @@ def _facts(run: RunRecord, record: JobRecord, access: Access) -> dict[str, Any]:
         "backend": plan.backend,
         "configuration": plan.configuration,
         "processes": plan.processes,
-        "reason": reason,
-        "queue_position": position,
+        "reason": waits.reason,
+        "queue_position": waits.position,
+        "waited_seconds": round(waits.seconds, 1),
         "attempt": record.attempt,
         "restarts": record.restarts,
         "max_restarts": plan.max_restarts,

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from gateway.jobs.preflight import REPEATS
 from tandem.agent.preflight import PreflightCheck
 from tandem.backends.jobs import STOPPED
-from tandem.errors import InvalidField, JobFailed
+from tandem.errors import InvalidField, JobFailed, WorkerStartFailed
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -270,8 +270,8 @@ def test_a_job_waits_with_the_fault_of_its_preflight_and_without_a_place(start):
     with start() as gate:
         gate.launcher.checks = MISSING
         job = Submitted(gate)
-        reason = wait_until(lambda: job.about()["reason"])
-        assert "(10 package_missing): trl: not installed: install trl 1.16" in reason
+        reason = "(10 package_missing): trl: not installed: install trl 1.16"
+        wait_until(lambda: reason in job.about()["reason"])
         assert (gate.placed(), gate.launcher.specs) == ({}, [])
         (needs,) = gate.launcher.preflights
         assert (needs.framework, needs.folder, needs.devices) == ("trl", str(job.folder), 0)
@@ -349,6 +349,22 @@ def test_the_commands_submit_list_show_and_stop_a_job(gate, tandem, tmp_path):
     with pytest.raises(InvalidField, match="torchtune is no trainer backend"):
         tandem("train", "torchtune", *given)
     assert "has stopped the run" in tandem("runs", "stop", "by-command")
+
+
+def test_a_job_that_waits_for_an_absent_agent_says_so_and_for_how_long(gate, tandem, monkeypatch):
+    async def absent(needs, *, timeout):
+        raise WorkerStartFailed("no agent answers at host-1:7400")
+
+    monkeypatch.setattr(gate.launcher, "preflight", absent)
+    job = Submitted(gate, name="lonely")
+    wait_until(lambda: "no agent answers" in job.about()["reason"])
+    wait_until(lambda: job.about()["waited_seconds"] > 0)
+    shown = tandem("jobs", "lonely")
+    assert "queued for 0." in shown and "no agent answers at host-1:7400" in shown
+    page = job.client.get(f"/runs/{job.id}").text
+    assert "no agent answers at host-1:7400 (since " in page
+    job.client.post(f"{OWN}/runs/{job.id}/stop", json={}).raise_for_status()
+    job.ended()
 
 
 def test_the_pages_show_a_job_with_its_framework_and_why_it_waits(start):

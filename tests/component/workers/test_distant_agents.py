@@ -79,6 +79,7 @@ def spec(kind: str, *, secret: str = "the secret of a worker") -> WorkerSpec:
 
 async def test_each_kind_of_worker_is_started_by_its_agent_and_called_by_tls(agents, tmp_path):
     launchers = make_launchers(agents, EPOCH)
+    assert launchers["job"] is launchers["trainer"]
     handles = [await launchers[kind].start(spec(kind)) for kind in KINDS]
     for handle in handles:
         await until_serving(handle)
