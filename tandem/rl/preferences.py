@@ -116,31 +116,39 @@ async def kto_async(
     *,
     reference: Reference | None = None,
     tokenizer: Any = None,
+    evaluation: Sequence[Judgement] = (),
     tracked: Tracked | Literal[False] | None = None,
 ) -> Fitted:
     """Train a model towards good answers and away from bad ones.
 
     The reference is as for `dpo`. Steps have the `loss`, and the answers' gain over the reference
-    times β: `good_reward` and `bad_reward`."""
+    times β: `good_reward` and `bad_reward`. Evaluations have the `loss`."""
     policy, state = await open_client(training, config, rows=len(judgements))
     renderer = Renderer(await tokenizer_of(policy, tokenizer))
-    rows = [_PreferenceRow.of(each.prompt, each.answer, renderer) for each in judgements]
-    others = [rows[(place + 1) % len(rows)] for place in range(len(rows))]
-    mismatched = [
-        _PreferenceRow(row.prompt, other.answer) for row, other in zip(rows, others, strict=True)
-    ] * config.estimate_kl
+
+    def rows(chosen: Sequence[Judgement]) -> list[_PreferenceRow]:
+        """Return the answers, then each prompt with the answer of another row for the KL."""
+        answers = [_PreferenceRow.of(each.prompt, each.answer, renderer) for each in chosen]
+        others = [*answers[1:], *answers[:1]]
+        pairs = zip(answers, others, strict=True)
+        mismatched = [_PreferenceRow(row.prompt, other.answer) for row, other in pairs]
+        return answers + mismatched * config.estimate_kl
+
+    trained, held_out = rows(judgements), rows(evaluation)
     scores = await _reference_scores(
-        policy, [*rows, *mismatched], reference, folder=config.out, started=state.step > 0
+        policy, [*trained, *held_out], reference, folder=config.out, started=state.step > 0
     )
-    task = _Judgements(
+    count = len(trained)
+    return await fit(
         policy,
-        rows,
-        mismatched,
-        scores=scores,
-        good=[each.good for each in judgements],
-        config=config,
+        _Judgements(policy, judgements, trained, scores[:count], config),
+        config,
+        state=state,
+        evaluation=_HeldOutJudgements(policy, evaluation, held_out, scores[count:], config)
+        if held_out
+        else None,
+        tracked=tracked,
     )
-    return await fit(policy, task, config, state=state, tracked=tracked)
 
 
 kto = blocking(kto_async)
@@ -188,21 +196,23 @@ class _Pairs:
 
 
 class _Judgements:
+    """`rows` are the answers, and then those for the KL, if it is estimated."""
+
     loss = "kto"
 
     def __init__(
         self,
         policy: TinkerPolicy,
+        judgements: Sequence[Judgement],
         rows: list[_PreferenceRow],
-        mismatched: list[_PreferenceRow],
-        *,
         scores: list[Floats],
-        good: list[bool],
         config: KTOConfig,
     ) -> None:
-        self._policy, self._rows, self._mismatched = policy, rows, mismatched
-        self._scores, self._others = scores[: len(rows)], scores[len(rows) :]
-        self._good = good
+        count = len(judgements)
+        self._policy = policy
+        self._rows, self._mismatched = rows[:count], rows[count:]
+        self._scores, self._others = scores[:count], scores[count:]
+        self._good = [each.good for each in judgements]
         self.settings: Mapping[str, float | str] = {
             "beta": config.beta,
             "aggregation": "mean",
@@ -242,6 +252,12 @@ class _Judgements:
                 if metrics.get(f"{name}:sum")
             },
         }
+
+
+class _HeldOutJudgements(_Judgements):
+    def values(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """A batch without good answers has no reward of them, so only the loss has a mean."""
+        return {"loss": metrics["loss:sum"]}
 
 
 async def _reference_scores(

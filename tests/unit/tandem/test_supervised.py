@@ -50,7 +50,8 @@ def fit_dpo(training, *, loss="dpo", reference=None, **options):
 
 
 def fit_kto(training, **options):
-    return kto(training, JUDGEMENTS, KTOConfig(**{**SETTINGS, **options}), tracked=False)
+    config = KTOConfig(**{**SETTINGS, **options})
+    return kto(training, JUDGEMENTS, config, evaluation=JUDGEMENTS[:4], tracked=False)
 
 
 FITS = [fit_sft, fit_dpo, fit_kto]
@@ -105,6 +106,12 @@ def test_the_kl_of_kto_is_that_of_answers_to_other_prompts():
     losses = [fit_kto(TableClient({}), estimate_kl=each).steps for each in (True, False)]
     assert losses[0][0] == losses[1][0]  # at the start it is 0
     assert losses[0][-1] != losses[1][-1]
+
+
+def test_the_held_out_loss_of_kto_begins_at_a_half_and_falls():
+    before = fit_kto(TableClient({}), evaluate_every=1, epochs=1, learning_rate=0.0)
+    assert before.evaluations[1] == pytest.approx({"loss": 0.5})
+    assert fit_kto(TableClient({})).evaluations[80]["loss"] < 0.4
 
 
 @pytest.mark.parametrize("killed_at", [1, 2, 5, 7])
