@@ -109,7 +109,10 @@ class TrlJob:
 
     def run(self, values: Mapping[str, object], **more: Any) -> None:
         with self.start(values, **more) as process:
-            output, _none = process.communicate(timeout=300)
+            try:
+                output, _none = process.communicate(timeout=300)
+            finally:
+                process.kill()
         assert process.returncode == 0, output
 
     def lines(self, name: str, attempt: int = 1) -> list[dict[str, Any]]:

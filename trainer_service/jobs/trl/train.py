@@ -193,7 +193,7 @@ def main(path: Path) -> None:
         sync(partial)
         partial.rename(result)
     dist.barrier()
-    dist.destroy_process_group()
+    os._exit(0)  # DDP's destructor can wait forever for a thread of gloo that waits for the GIL
 
 
 if __name__ == "__main__":
