@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -75,6 +75,9 @@ bench-history: setup ## Measures a gateway with 10 million past operations, befo
 
 bench-memory: setup ## Measures a trainer's memory by vocabulary, length, checkpointing and ranks. ARGS=--quick
 	@.venv/bin/python -m benchmarks.memory $(ARGS)
+
+bench-methods: setup-trl ## Trains SFT, DPO, KTO and GRPO with both backends on three seeds. ARGS="--methods sft"
+	@.venv/bin/python -m benchmarks.methods $(ARGS)
 
 bench-overlap: setup ## Measures a loop one step ahead beside the synchronous one, on a core for each worker.
 	@.venv/bin/python -m benchmarks.overlap $(ARGS)
