@@ -89,3 +89,23 @@ def test_a_killed_gateway_a_killed_worker_and_a_stop(own_stack: TestStack) -> No
     assert job.about()["restarts"] == 1
     assert job.about()["result"] is None
     assert wait_until(job.is_gone)
+
+
+def test_a_killed_agent_leaves_nothing_and_the_next_one_resumes_the_job(
+    own_stack: TestStack,
+) -> None:
+    job = TrlRun(own_stack, steps=400, max_restarts=1)
+    wait_until(lambda: len(job.steps()) > 3, timeout=TIMEOUT)
+    ranks = [each.pid for each in own_stack.processes() if "train.py" in each.command]
+    assert len(ranks) >= 2
+    os.kill(own_stack.stack.agent_process.pid, signal.SIGKILL)
+    wait_until(lambda: job.about()["attempt"] == 2, timeout=TIMEOUT)
+    assert not set(ranks) & {each.pid for each in own_stack.processes()}
+    seen = len(job.steps())
+    wait_until(lambda: len(job.steps()) > seen + 2, timeout=TIMEOUT)
+    steps = job.steps()
+    assert steps == list(range(1, len(steps) + 1))
+    assert job.about()["restarts"] == 1
+    job.stop()
+    wait_until(lambda: job.about()["state"] == "ended", timeout=TIMEOUT)
+    assert wait_until(job.is_gone)

@@ -209,6 +209,41 @@ def _expired():
     return update(jobs).values(files_until=1.0)
 
 
+def test_a_job_ends_its_attempt_on_a_drained_group_and_continues_on_another_one(start):
+    roles = ["trainer", "sampler"]
+    groups = [{"name": f"g{n}", "devices": [f"cpu:{n}"], "roles": roles} for n in range(2)]
+    with start(groups=groups) as gate:
+        job = Submitted(gate, processes=1, max_restarts=1)
+        first = job.process().group
+        job.client.post(f"{OWN}/groups/{first}/drain").raise_for_status()
+        wait_until(lambda: job.about()["state"] == "running")
+        assert gate.placed() == {job.id: first}
+        job.exit(1, reason="rank 0 ended")
+        second = job.process(2).group
+        assert {first, second} == {"g0", "g1"}
+        assert gate.placed() == {job.id: second}
+        job.write_result()
+        job.exit(0, attempt=2)
+        assert job.ended()["reason"] == "the job has finished"
+        assert is_gone(job)
+
+
+def test_a_job_between_two_attempts_waits_while_its_only_group_is_drained(start):
+    with start() as gate:
+        job = Submitted(gate, max_restarts=1)
+        job.process()
+        job.client.post(f"{OWN}/groups/cpu/drain").raise_for_status()
+        job.exit(1)
+        wait_until(lambda: job.about()["queue_position"] == 1)
+        assert "group cpu is drained, and takes no more workers" in job.about()["reason"]
+        assert gate.placed() == {}
+        job.client.delete(f"{OWN}/groups/cpu/drain").raise_for_status()
+        job.exit(STOPPED, attempt=2)
+        job.client.post(f"{OWN}/runs/{job.id}/stop", json={}).raise_for_status()
+        job.ended()
+        assert is_gone(job)
+
+
 @pytest.mark.parametrize("state", ["queued", "running"])
 def test_a_stopped_job_leaves_nothing(start, state):
     with start() as gate:
