@@ -91,8 +91,8 @@ def pod_spec(
 
 
 def preflight_spec(needs: JobNeeds, *, home: Home) -> Object:
-    """Return a pod without claim, whose init container checks `needs` with the image, the user and
-    the mounts of the job. Its other container does nothing."""
+    """Return a pod without claim. Its init container checks `needs` with the job's image, user and
+    mounts, and its other container does nothing."""
     mounted = {**FOLDERS["job"], **_own_folder(needs.folder, home)}
     pod, container = _bare_pod("job", mounted, resources=PREFLIGHT, home=home)
     program = ["python", "-m", "tandem.agent.preflight", "--report-file", "/dev/termination-log"]

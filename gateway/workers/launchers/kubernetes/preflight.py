@@ -21,7 +21,7 @@ from tandem.agent.preflight import JobNeeds, PreflightCheck, read_checks
 from tandem.errors import WorkerStartFailed, without_paths
 
 _LOOK = 0.5
-"""Seconds between two looks at the pod, whose changes a watch brings."""
+"""Seconds between two looks at the pod. A watch brings its changes."""
 _GONE = 30.0
 """The most seconds until a checked pod is gone."""
 
