@@ -107,6 +107,20 @@ def say_aside(sentence: str) -> None:
     err.print(shown(sentence), soft_wrap=True, markup=False)
 
 
+def set_values(given: list[str]) -> dict[str, Any]:
+    """Return the values of `--set NAME=VALUE`. A value that is no JSON is text."""
+    settings: dict[str, Any] = {}
+    for each in given:
+        name, equals, value = each.partition("=")
+        if not equals or not name:
+            raise UserError(f"--set {each!r} is not NAME=VALUE, such as learning_rate=1e-4")
+        try:
+            settings[name] = orjson.loads(value)
+        except orjson.JSONDecodeError:
+            settings[name] = value
+    return settings
+
+
 def print_json(value: object) -> None:
     print(orjson.dumps(value, option=orjson.OPT_INDENT_2, default=str).decode())
 

@@ -14,6 +14,7 @@ from tandem import __version__
 from tandem.cli import (
     backends,
     backup,
+    blueprint,
     chat,
     checkpoints,
     config,
@@ -58,6 +59,7 @@ app.command("config")(config.config)
 app.command("view", here=True)(view.view)
 app.command("version", here=True)(observe.version)
 app.command("ping")(observe.ping)
+app.add_typer(blueprint.app, name="blueprint")
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")

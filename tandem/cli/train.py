@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlencode
 
-import orjson
 import typer
 import yaml
 
@@ -24,6 +23,7 @@ from tandem.cli.context import (
     print_json,
     read_pages,
     say,
+    set_values,
 )
 from tandem.cli.run_names import run_in_url
 from tandem.cli.run_values import done, main_value
@@ -267,7 +267,7 @@ def _configuration(
 ) -> tuple[str, dict[str, Any]]:
     """Return the backend's name, and the configuration with its method."""
     backend, method = _backend_of(what, backends)
-    return backend, {**({"method": method} if method else {}), **_settings(settings)}
+    return backend, {**({"method": method} if method else {}), **set_values(settings)}
 
 
 def _backend_of(what: str, backends: list[Row]) -> tuple[str, str]:
@@ -278,20 +278,6 @@ def _backend_of(what: str, backends: list[Row]) -> tuple[str, str]:
     if not found or what in names:
         return what, ""
     return found, what.removeprefix(f"{found}-")
-
-
-def _settings(given: list[str]) -> dict[str, Any]:
-    """Return settings such as `learning_rate=1e-4`. A value that is no JSON is text."""
-    settings: dict[str, Any] = {}
-    for each in given:
-        name, equals, value = each.partition("=")
-        if not equals or not name:
-            raise UserError(f"--set {each!r} is not NAME=VALUE, such as learning_rate=1e-4")
-        try:
-            settings[name] = orjson.loads(value)
-        except orjson.JSONDecodeError:
-            settings[name] = value
-    return settings
 
 
 def _say_job(about: Row) -> None:

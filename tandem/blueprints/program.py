@@ -1,0 +1,80 @@
+"""`python -m tandem.blueprints.program`: trains one blueprint, for `running`.
+
+It reads a `ProgramRequest` in JSON from standard input, and writes a `ProgramEnd` to a file.
+The gateway is that of TINKER_BASE_URL."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from pydantic import BaseModel, Field, FiniteFloat
+
+from tandem.blueprints.description import PROGRAM, Value
+from tandem.blueprints.run import BlueprintRun
+from tandem.errors import describe
+from tandem.protocol.worker import die_with_parent
+
+
+class ProgramRequest(BaseModel):
+    """`deadline` is in seconds from the start of each run. `result` gets the numbers as JSON."""
+
+    folder: Path
+    model: str
+    values: dict[str, Value]
+    seed: int
+    deadline: float
+    result: Path
+    parent: int
+
+
+class ProgramEnd(BaseModel):
+    """The program's numbers, or the error that ended it."""
+
+    numbers: dict[str, FiniteFloat] = Field(default_factory=dict)
+    error: str = ""
+
+
+def main() -> int:
+    request = ProgramRequest.model_validate_json(sys.stdin.buffer.read())
+    die_with_parent(request.parent)
+    try:
+        end = ProgramEnd(numbers=_train(request))
+    except Exception as error:  # noqa: BLE001 - another person's program
+        traceback.print_exc()
+        end = ProgramEnd(error=describe(error, typed=True))
+    request.result.write_text(end.model_dump_json())
+    return 1 if end.error else 0
+
+
+def _train(request: ProgramRequest) -> dict[str, float]:
+    import tinker
+
+    train = _load(request.folder / PROGRAM).train
+    metadata = {"tandem.deadline": f"{request.deadline:g}"}
+    with tinker.ServiceClient(user_metadata=metadata) as service:
+        run = BlueprintRun(
+            service=service,
+            model=request.model,
+            values=request.values,
+            seed=request.seed,
+            tags=(f"blueprint:{request.folder.name}",),
+        )
+        return {str(name): float(value) for name, value in train(run).items()}
+
+
+def _load(file: Path) -> ModuleType:
+    sys.path.insert(0, str(file.parent))
+    spec = spec_from_file_location("train", file)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["train"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main())

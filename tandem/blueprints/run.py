@@ -1,0 +1,45 @@
+"""The argument of a blueprint's `train`: its gateway, its model and its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tandem.blueprints.description import Value
+
+if TYPE_CHECKING:
+    import tinker
+
+
+@dataclass(frozen=True)
+class BlueprintRun:
+    """`service` is a session of the SDK, whose runs have a deadline. `values` are the parameters.
+    `tags` are for the records of runs, and name the blueprint."""
+
+    service: tinker.ServiceClient
+    model: str
+    values: Mapping[str, Value]
+    seed: int
+    tags: tuple[str, ...]
+
+    def training_client(self) -> tinker.TrainingClient:
+        """Return a new run of the model. The parameter `lora_rank` is 0 for all parameters."""
+        rank = self.integer("lora_rank")
+        made = (
+            self.service.create_lora_training_client(self.model, rank=rank, seed=self.seed)
+            if rank
+            else self.service.create_lora_training_client(f"{self.model}:full")
+        )
+        client = made.result()
+        print(f"The run is {client.model_id}. `tandem runs show {client.model_id}` shows it.")
+        return client
+
+    def integer(self, name: str) -> int:
+        return int(self.values[name])
+
+    def number(self, name: str) -> float:
+        return float(self.values[name])
+
+    def text(self, name: str) -> str:
+        return str(self.values[name])

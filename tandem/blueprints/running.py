@@ -1,0 +1,111 @@
+"""Runs a blueprint's program in a process of its own, and checks its numbers."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.agent.exits import killed_by
+from tandem.blueprints.description import Blueprint, Value
+from tandem.blueprints.program import ProgramEnd, ProgramRequest
+
+_SLOWER = 10.0
+"""The factor of the usual time after which a run ends."""
+_STOP_SECONDS = 10.0
+_STDERR = 2
+
+
+@dataclass(frozen=True)
+class BlueprintResult:
+    """`violations` has a sentence for each number that is missing or beyond its bound. `error` is
+    the reason of a program that returned no numbers."""
+
+    blueprint: str
+    model: str
+    values: Mapping[str, Value]
+    seconds: float
+    numbers: Mapping[str, float]
+    violations: Mapping[str, str]
+    error: str = ""
+
+    @property
+    def sound(self) -> bool:
+        return not self.error and not self.violations
+
+
+def run_blueprint(
+    blueprint: Blueprint,
+    *,
+    model: str,
+    values: Mapping[str, Value],
+    seed: int,
+    environment: Mapping[str, str],
+    timeout: float | None = None,
+) -> BlueprintResult:
+    """Train a blueprint, and return its result. Its output goes to standard error.
+
+    `environment` names the gateway. `timeout` is in seconds, by default ten times the blueprint's
+    usual time. The process ends with this one, and its session without a heartbeat."""
+    timeout = timeout or _SLOWER * 60 * blueprint.needs.minutes
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        request = ProgramRequest(
+            folder=blueprint.folder,
+            model=model,
+            values=dict(values),
+            seed=seed,
+            deadline=timeout,
+            result=Path(folder) / "result.json",
+            parent=os.getpid(),
+        )
+        end = _run(request, {**os.environ, **environment}, timeout)
+    return BlueprintResult(
+        blueprint=blueprint.name,
+        model=model,
+        values=values,
+        seconds=round(time.monotonic() - began, 1),
+        numbers=end.numbers,
+        violations={} if end.error else violations_of(blueprint, end.numbers),
+        error=end.error,
+    )
+
+
+def violations_of(blueprint: Blueprint, numbers: Mapping[str, float]) -> dict[str, str]:
+    """Return a sentence for each number that is missing or beyond its bound."""
+    found: dict[str, str] = {}
+    for name, bound in blueprint.metrics.items():
+        if name not in numbers:
+            found[name] = "the program returned no such number"
+        elif not bound.allows(numbers[name]):
+            found[name] = f"{numbers[name]:g}, and {bound} is expected"
+    return found
+
+
+def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -> ProgramEnd:
+    command = [sys.executable, "-m", "tandem.blueprints.program"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=_STDERR, env=environment, text=True
+    )
+    try:
+        process.communicate(request.model_dump_json(), timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_STOP_SECONDS)
+        return ProgramEnd(error=f"it did not end within {timeout:g} s")
+    finally:
+        process.kill()
+        process.wait()
+    try:
+        return ProgramEnd.model_validate_json(request.result.read_bytes())
+    except FileNotFoundError:
+        status = process.returncode
+        how = f"was killed by {killed_by(status)}" if status < 0 else f"ended with status {status}"
+        return ProgramEnd(error=f"its process {how}")
