@@ -29,5 +29,6 @@ def train(run: BlueprintRun) -> dict[str, float]:
     return {
         "first reward": result.steps[0].reward,
         "last reward": result.steps[-1].reward,
+        "gain": result.steps[-1].reward - result.steps[0].reward,
         "greedy": result.evaluations[-1].reward,
     }
