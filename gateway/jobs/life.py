@@ -171,7 +171,7 @@ class JobLife:
         self.supervisor.watch_ends(key, job.note_exit)
         await self.supervisor.await_found([key])
         row = self.supervisor.roster.rows.get(key)
-        if row is not None and row.has_process:
+        if ran := row is not None and row.has_process:
             job.begun = job.attempt
         elif await asyncio.to_thread(was_begun, folder, job.attempt):
             await self._stored(job, progress.read_on)
@@ -184,18 +184,25 @@ class JobLife:
             self.supervisor.watch_ends(key, job.note_exit)
         job.note_reason("")
         try:
-            async with self.supervisor.use(key) as row:
-                await self._stored(job, lambda: self._note(job, state="running"))
-                reason = await self._watch(job, row.process, progress)
-                end = await self._end_of(job, JobEnd(status=1, reason=reason))
-                if end.status != 0:
-                    raise AttemptFailed(end)
-                return end
+            while True:  # in turns
+                async with self.supervisor.use(key) as row:
+                    ran = True
+                    await self._stored(job, lambda: self._note(job, state="running"))
+                    reason = await self._watch(job, row.process, progress)
+                    if reason is None:
+                        continue
+                    end = await self._end_of(job, JobEnd(status=1, reason=reason))
+                    if end.status != 0:
+                        raise AttemptFailed(end)
+                    return end
         except AttemptFailed as failed:
             return failed.end
         except WorkerStartFailed as error:
             await self._stored(job, progress.read_on)
-            return await self._end_of(job, JobEnd(status=1, reason=error.message))
+            if ran:  # the job did not fail: it ended without its devices
+                self.supervisor.roster.calls_of(key).keeps_devices = True
+            status = STOPPED if ran else 1
+            return await self._end_of(job, JobEnd(status=status, reason=error.message))
 
     async def _pass_preflight(self, job: Job, folder: Path) -> None:
         """Wait until the job could start, without a place. Raises `JobFailed`."""
@@ -211,19 +218,24 @@ class JobLife:
         if fault := await Preflight(check, note=job.note_reason).find_fault():
             raise JobFailed(fault)
 
-    async def _watch(self, job: Job, process: str, progress: JobProgress) -> str:
-        """Follow a process. Return the reason for its end."""
+    async def _watch(self, job: Job, process: str, progress: JobProgress) -> str | None:
+        """Follow a process. Return the reason for its end, or None if it must yield."""
         noted = time.monotonic()
         while True:
             job.exited.clear()
             gone = process in job.exits
+            yields = self.supervisor.roster.calls_of(job.run_id).yielding
             await self._stored(job, progress.read_on)
             now = time.monotonic()
-            if gone or now - noted >= _METERED:
+            if gone or yields or now - noted >= _METERED:
                 self._meter(job, now - noted)
                 noted = now
             if gone:
                 return job.exits[process]
+            if yields:
+                await self._stored(job, lambda: self._note(job, state="queued"))
+                if process not in job.exits:
+                    return None
             with suppress(TimeoutError):
                 async with asyncio.timeout(_POLL):
                     await job.exited.wait()

@@ -36,6 +36,7 @@ _KINDS: dict[str, frozenset[Kind]] = {
     "sampler": frozenset({"engine"}),
 }
 """The kinds of workers of each role."""
+_ON_CORES = "a process on cores cannot be suspended"
 _LEAST_STARTS = 2
 MOST_STARTS = 8
 """Half as many workers of a host start at once as it has cores, within these bounds."""
@@ -58,7 +59,13 @@ def groups_of(
     by_kind = {kind: names[role] for role in _KINDS if role in names for kind in _KINDS[role]}
     frameworks = {each.name: each for each in host.frameworks}
     return tuple(
-        replace(group, backends=backends, frameworks=frameworks, launchers=by_kind)
+        replace(
+            group,
+            backends=backends,
+            frameworks=frameworks,
+            launchers=by_kind,
+            no_suspender=_ON_CORES if group.on_host else host.no_suspender,
+        )
         for group in _groups_of(settings, host)
     )
 

@@ -61,6 +61,7 @@ class WorkerCalls:
     yielding: bool = False
     crashed: bool = False
     """Whether the last start ended in a crash."""
+    keeps_devices: bool = False
 
     def as_demand(self, *, silent_for: float) -> Demand:
         return Demand(
@@ -77,6 +78,7 @@ class WorkerCalls:
             rests_until=self.rests_until,
             stays_until=self.stays_until,
             refused_at=self.refused_at,
+            keeps_devices=self.keeps_devices,
         )
 
     # --- Calls --------------------------------------------------------------------------------

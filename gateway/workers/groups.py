@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.workers.requests import Kind, WorkerRequest
+from tandem.agent.host import NO_SUSPENDER
 from tandem.backends.frameworks import Framework
 
 CONTEXT_BYTES = 2**30
@@ -32,7 +33,8 @@ class WorkerGroup:
     names the launcher of each kind of workers. A `drained` group takes no more workers.
 
     `backends` are the trainer backends of its host, each with the reason against its use, or "".
-    It is empty if nobody knows them. `frameworks` are those of its host, by name."""
+    It is empty if nobody knows them. `frameworks` are those of its host, by name. `no_suspender` is
+    the reason why a job here cannot be suspended, or ""."""
 
     name: str
     kinds: frozenset[Kind]
@@ -50,6 +52,7 @@ class WorkerGroup:
     drained: bool = False
     backends: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     frameworks: Mapping[str, Framework] = field(default_factory=dict, compare=False, repr=False)
+    no_suspender: str = field(default=NO_SUSPENDER, compare=False, repr=False)
 
     @property
     def leased(self) -> bool:

@@ -100,6 +100,22 @@ def sleepers_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
 # --- Ways to sleep --------------------------------------------------------------------------------
 
 
+def why_not_asleep(overview: Overview, row: WorkerRow) -> str:
+    """Return why a job keeps its devices until it ends, or "". Other workers can sleep.
+
+    The host suspends a job. Several processes were never suspended together."""
+    if row.kind != "job":
+        return ""
+    if row.request.ranks > 1:
+        return f"it has {row.request.ranks} processes, and only one process can be suspended"
+    if why := overview.group_of(row).no_suspender:
+        return why
+    if overview.demand_of(row).keeps_devices:
+        return "an attempt of it has ended while it was suspended"
+    plans = sleep_plans(overview, row)
+    return f"the host has no room for its state: {plans}" if isinstance(plans, str) else ""
+
+
 def sleep_plans(
     overview: Overview, row: WorkerRow, *, following: WorkerRow | None = None
 ) -> tuple[SleepPlan, ...] | str:
@@ -108,8 +124,10 @@ def sleep_plans(
     `following` is the worker that wakes next. Its growth on the host is left free."""
     plans: list[SleepPlan] = []
     faults: list[str] = []
-    deeper = _dropped() if row.kind == "engine" else _to_disk(overview, row)
-    for plan in (_to_host(overview, row, following), deeper):
+    ways = [_to_host(overview, row, following)]
+    if row.kind != "job":
+        ways.append(_dropped() if row.kind == "engine" else _to_disk(overview, row))
+    for plan in ways:
         if isinstance(plan, str):
             faults.append(plan)
         else:
@@ -124,13 +142,16 @@ def _to_host(overview: Overview, row: WorkerRow, following: WorkerRow | None) ->
     has, said = overview.host_bytes(row), overview.bytes_of(row)
     grows = _growth(overview, following) if following is not None else 0
     free = budget - (overview.host_bytes_in_use - has) - grows
-    if overview.group_of(row).on_host:
+    group = overview.group_of(row)
+    if group.on_host:
         return SleepPlan("host") if has <= free else host_shortage(overview)
-    if row.kind == "engine":  # it gets no limit
-        expected = said.host or _state_bytes(overview, row) or overview.group_of(row).device_bytes
-        most = (expected or free) if expected <= free else 0
-    else:
+    if row.kind == "trainer":
         most = _grant(free, _state_bytes(overview, row))
+    else:  # it gets no limit
+        expected = said.host or _state_bytes(overview, row) or group.device_bytes
+        if row.kind == "job":  # nobody measures it: its device, beside its own host memory
+            expected = group.device_bytes and group.device_bytes + row.request.host_bytes
+        most = (expected or free) if expected <= free else 0
     return SleepPlan("host", most) if most > 0 else host_shortage(overview)
 
 

@@ -27,7 +27,8 @@ class Demand:
     the last time when the worker gave up its devices. A `yielding` worker admits no new call. A
     silent worker has not answered since `silent_since`. `rests_until` delays its next step after a
     failure. After a sleep without room the worker stays awake until `stays_until`. The first such
-    sleep was at `refused_at`."""
+    sleep was at `refused_at`. A job that `keeps_devices` is not asked to sleep, because an attempt
+    of it has ended in a sleep."""
 
     uses: int = 0
     used_seconds: float = 0.0
@@ -42,6 +43,7 @@ class Demand:
     rests_until: float = 0.0
     stays_until: float = 0.0
     refused_at: float = 0.0
+    keeps_devices: bool = False
 
     @property
     def idle(self) -> bool:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from gateway.workers.groups import WorkerGroup
-from gateway.workers.memory import gib
+from gateway.workers.memory import gib, why_not_asleep
 from gateway.workers.overview import Overview
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.steps import Decision, PlaceRows, StopWorker, TakeGroup
@@ -191,7 +191,7 @@ def _preference(overview: Overview, group: WorkerGroup) -> tuple[bool, bool, int
     """Prefer groups with few workers, but existing claims before new ones. A group whose devices a
     job keeps comes last."""
     there = overview.on(group)
-    kept = group.leased and any(not row.can_sleep for row in there)
+    kept = group.leased and any(why_not_asleep(overview, row) for row in there)
     return (kept, bool(group.pool) and not there, len(there))
 
 

@@ -19,7 +19,7 @@ from gateway.workers.overview import Budgets, Overview
 from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
 from gateway.workers.worker_metrics import WorkerMetrics
 from gateway.workers.worker_use import WorkerUseMeter
-from tandem.errors import StorageFailed, WorkerDied
+from tandem.errors import StorageFailed, WorkerDied, WorkerStartFailed
 from tandem.settings.sharing import SharingSettings
 from tandem.telemetry import get_log
 
@@ -187,6 +187,8 @@ class Roster:
         calls.note_ended()
         if told is not None:
             told(row.process, reason)
+        if row.kind == "job":  # its attempt has ended, and has no other process
+            calls.refuse(WorkerStartFailed(reason))
 
     async def changed(self) -> None:
         """Return when a row has changed."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from gateway.workers.memory import why_not_on_device, why_not_on_host
+from gateway.workers.memory import why_not_asleep, why_not_on_device, why_not_on_host
 from gateway.workers.overview import Overview
 from gateway.workers.placing import (
     candidates,
@@ -126,10 +126,10 @@ def _unserved_since(overview: Overview, row: WorkerRow) -> float | None:
 
 
 def _jobs_in_the_way(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
-    """Return the jobs that hold devices for which a worker waits."""
+    """Return the jobs that hold devices until they end, while a worker waits for these."""
     group = overview.group_of(row)
     there = overview.on(group) if group.leased else ()
-    jobs = [each for each in there if not each.can_sleep and each.occupies]
+    jobs = [each for each in there if each.occupies and why_not_asleep(overview, each)]
     return jobs if jobs and why_not_on_device(overview, row) else []
 
 
@@ -210,9 +210,10 @@ def _explain_turn(
     position = keys.index(row.key) + 1
     why = why_not_on_device(overview, row) or why_not_on_host(overview, row) or "it is next"
     if jobs := _jobs_in_the_way(overview, row):
-        own = next((each for each in jobs if each.owner == row.owner), None)
-        job = f"the job {own.key}" if own is not None else "a job"
-        why = f"{job} holds devices of group {group.name} until it ends"
+        held_by = next((each for each in jobs if each.owner == row.owner), jobs[0])
+        job = f"the job {held_by.key}" if held_by.owner == row.owner else "a job"
+        keeps = why_not_asleep(overview, held_by)
+        why = f"{job} holds devices of group {group.name} until it ends: {keeps}"
     for other in overview.on(group):
         if overview.demand_of(other).stays_until > overview.now and other.state == "awake":
             why = f"a worker of group {group.name} cannot be put to sleep"

@@ -107,11 +107,6 @@ class WorkerRow:
         return self.state in OCCUPYING
 
     @property
-    def can_sleep(self) -> bool:
-        """Whether its worker can give up its devices before it ends."""
-        return self.kind != "job"
-
-    @property
     def occupies_until_it_ends(self) -> bool:
         """Whether its end begins with `stopping`. A sleeper stays `asleep` until it has ended."""
         return self.occupies and self.state != "stopping"

@@ -3,7 +3,7 @@
 A worker keeps its devices until another worker needs them more. Then it yields: it admits no new
 call, and sleeps when its last call ends. The next worker wakes only when the bytes and the number
 of occupying rows allow it. So a worker keeps its devices until it has answered that it sleeps. A
-job cannot sleep. It keeps them until it ends."""
+job that cannot be suspended keeps them until it ends."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gateway.workers.memory import (
     lacks_device_bytes,
     sleep_plans,
     sleepers_in_the_way,
+    why_not_asleep,
     why_not_on_device,
     why_not_on_host,
 )
@@ -159,7 +160,11 @@ def _ask_to_yield(decision: Decision, group: WorkerGroup) -> None:
     """Ask workers to yield to waiting ones. If nobody waits, let yielding workers go on."""
     overview = decision.overview
     waiting = _waiting_for_devices(overview, group)
-    awake = [row for row in overview.on(group) if _is_awake(overview, row) and row.can_sleep]
+    awake = [
+        row
+        for row in overview.on(group)
+        if _is_awake(overview, row) and not why_not_asleep(overview, row)
+    ]
     if not waiting:
         for row in awake:
             demand = overview.demand_of(row)
@@ -265,7 +270,9 @@ def _put_to_sleep(decision: Decision, group: WorkerGroup) -> None:
     for row in decision.overview.on(group):
         overview = decision.overview
         demand = overview.demand_of(row)
-        if not _is_awake(overview, row) or demand.uses or not row.can_sleep:
+        if not _is_awake(overview, row) or demand.uses:
+            continue
+        if not demand.yielding and why_not_asleep(overview, row):
             continue
         at = overview.now if demand.yielding else _sleeps_at(overview, row)
         if at > overview.now:
@@ -276,7 +283,9 @@ def _put_to_sleep(decision: Decision, group: WorkerGroup) -> None:
 
 def _sleep(decision: Decision, row: WorkerRow, waiting: Sequence[WorkerRow]) -> None:
     overview = decision.overview
-    plans = sleep_plans(overview, row, following=waiting[0] if waiting else None)
+    plans = why_not_asleep(overview, row) or sleep_plans(
+        overview, row, following=waiting[0] if waiting else None
+    )
     too_long = _refused_for_long(overview, row, waiting)
     if not isinstance(plans, str):
         first, said = plans[0], overview.bytes_of(row)
@@ -296,9 +305,10 @@ def _sleep(decision: Decision, row: WorkerRow, waiting: Sequence[WorkerRow]) -> 
 
 
 def _refused_for_long(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> bool:
-    """Whether others waited for the longest wait after a worker found no room to sleep."""
+    """Whether others waited for the longest wait after a worker found no room to sleep. A job then
+    keeps its devices."""
     refused_at = overview.demand_of(row).refused_at
-    if not refused_at or not waiting:
+    if not refused_at or not waiting or row.kind == "job":
         return False
     overdue = min(_overdue_at(overview, each) for each in waiting)
     return overview.now >= max(overdue, refused_at + overview.settings.max_wait)

@@ -18,6 +18,7 @@ from tandem.backends.registry import backends_of_runs, described_frameworks
 from tandem.errors import InvalidRequest
 from tandem.protocol.devices import NO_MIG
 
+NO_SUSPENDER = "nobody can suspend processes there"
 _CGROUP = Path("/sys/fs/cgroup")
 _CGROUP_LIMITS = (_CGROUP / "memory.max", _CGROUP / "memory" / "memory.limit_in_bytes")
 
@@ -40,7 +41,8 @@ class Host:
     """A host and its limits.
 
     `cores` are the numbers of this process's cores. `memory_bytes` respects a container's limit.
-    `backends` are the `backends_of_runs` of trainers, and `frameworks` those that are installed."""
+    `backends` are the `backends_of_runs` of trainers, and `frameworks` those that are installed.
+    `no_suspender` is the reason why its agent cannot suspend processes, or ""."""
 
     name: str = ""
     cores: tuple[int, ...] = ()
@@ -48,6 +50,7 @@ class Host:
     accelerators: tuple[Accelerator, ...] = ()
     backends: Mapping[str, str] = field(default_factory=dict)
     frameworks: tuple[Framework, ...] = ()
+    no_suspender: str = NO_SUSPENDER
 
 
 def this_host() -> Host:

@@ -22,8 +22,9 @@ from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.scratch import ScratchFolders
 from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
-from tandem.agent.worker_process import WorkerProcess, group_members
+from tandem.agent.worker_process import WorkerProcess
 from tandem.errors import (
+    CannotSleep,
     IllegalTransition,
     SuspendFailed,
     WorkerStartFailed,
@@ -135,9 +136,11 @@ class ProcessLauncher:
 
     async def suspend(self, worker_id: str, *, lease: int, timeout: float) -> None:
         async def move(worker: WorkerProcess) -> None:
-            pids = worker.suspended or [p for p in group_members(worker.pid) if uses_gpu(p)]
+            pids = worker.suspended or [p for p in worker.pids() if uses_gpu(p)]
             if not pids:
-                raise SuspendFailed(f"no process of the {worker.spec.kind} uses a GPU")
+                why = f"no process of the {worker.spec.kind} uses a GPU"
+                # A job serves before its program has loaded.
+                raise CannotSleep(why) if worker.spec.kind == "job" else SuspendFailed(why)
             await self.suspender.suspend(pids, timeout=timeout)
             worker.suspended = pids
 

@@ -75,7 +75,9 @@ class AgentServicer(agent_pb2_grpc.AgentServicer):
         request: agent_pb2.DescribeAgentRequest,
         context: Context,
     ) -> agent_pb2.DescribeAgentReply:
-        return description()
+        about = description()
+        about.no_suspender = self._launcher.suspender.why_not()
+        return about
 
     async def Preflight(
         self,

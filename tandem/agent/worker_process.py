@@ -120,13 +120,15 @@ class WorkerProcess:
         self.ready = not await wait_until_serving(handle, timeout=self._seconds_left())
 
     async def stop_worker(self) -> None:
-        """Ask it to end, and kill its group after the stop timeout. See `kill`."""
+        """Ask it to end, and kill its group after the stop timeout. A suspended worker could not
+        end, so it is killed at once. See `kill`."""
         self.expected = True
-        with suppress(ProcessLookupError):  # it has ended
-            self.process.terminate()
-        await asyncio.wait({self.ended}, timeout=self.spec.stop_timeout)
-        if not self.ended.done():
-            self._log.warning("worker_killed", after_seconds=self.spec.stop_timeout)
+        if not self.suspended:
+            with suppress(ProcessLookupError):  # it has ended
+                self.process.terminate()
+            await asyncio.wait({self.ended}, timeout=self.spec.stop_timeout)
+            if not self.ended.done():
+                self._log.warning("worker_killed", after_seconds=self.spec.stop_timeout)
         await self.kill()
 
     async def kill(self) -> None:
@@ -205,11 +207,19 @@ class WorkerProcess:
         if not self.failed.done():
             self.failed.set_result(None)
 
-    def _kill_strays(self) -> list[int]:
-        """Kill the processes that a job started in sessions of their own, and return them."""
+    def pids(self) -> list[int]:
+        """Return its running processes, with those that a job started in other sessions."""
+        return sorted({*group_members(self.pid), *self._of_job()})
+
+    def _of_job(self) -> list[int]:
+        """Return the processes of a job, also in sessions of their own."""
         if self.spec.kind != "job" or self.scratch is None:
             return []
-        strays = [pid for pid, folder in temporary_folders() if folder == self.scratch]
+        return [pid for pid, folder in temporary_folders() if folder == self.scratch]
+
+    def _kill_strays(self) -> list[int]:
+        """Kill the processes that a job started in sessions of their own, and return them."""
+        strays = self._of_job()
         for pid in strays:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

@@ -57,11 +57,14 @@ class DescribeAgentReply(google.protobuf.message.Message):
     ACCELERATORS_FIELD_NUMBER: builtins.int
     TRAINER_BACKENDS_FIELD_NUMBER: builtins.int
     FRAMEWORKS_FIELD_NUMBER: builtins.int
+    NO_SUSPENDER_FIELD_NUMBER: builtins.int
     pid: builtins.int
     host: builtins.str
     """The name of its host."""
     memory_bytes: builtins.int
     """The memory that it and its workers may use."""
+    no_suspender: builtins.str
+    """Why it cannot suspend processes, or ""."""
     @property
     def kinds(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """The kinds with an installed service: "trainer", "sampler"."""
@@ -91,8 +94,11 @@ class DescribeAgentReply(google.protobuf.message.Message):
         accelerators: collections.abc.Iterable[Global___Accelerator] | None = ...,
         trainer_backends: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         frameworks: collections.abc.Iterable[Global___Framework] | None = ...,
+        no_suspender: builtins.str | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["accelerators", b"accelerators", "cores", b"cores", "frameworks", b"frameworks", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "pid", b"pid", "trainer_backends", b"trainer_backends"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_no_suspender", b"_no_suspender", "no_suspender", b"no_suspender"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_no_suspender", b"_no_suspender", "accelerators", b"accelerators", "cores", b"cores", "frameworks", b"frameworks", "host", b"host", "kinds", b"kinds", "memory_bytes", b"memory_bytes", "no_suspender", b"no_suspender", "pid", b"pid", "trainer_backends", b"trainer_backends"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_no_suspender", b"_no_suspender"]) -> typing.Literal["no_suspender"] | None: ...
 
 Global___DescribeAgentReply: typing_extensions.TypeAlias = DescribeAgentReply
 

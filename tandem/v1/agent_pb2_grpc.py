@@ -112,15 +112,17 @@ class AgentServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Suspend(self, request, context):
-        """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
-        host's own means. Either all processes move, or none. Answered at once if that was done.
+        """Moves the GPU state of a job, or of a trainer that answers Sleep with "cannot_sleep", to host
+        memory, by the host's own means. Either all processes move, or none. Answered at once if that
+        was done. The answer "cannot_sleep" means that a job does not use its devices yet, and goes on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker.
+        """Moves the state back. After another failure of Suspend or Resume, the caller must stop the
+        worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

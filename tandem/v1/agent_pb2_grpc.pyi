@@ -244,12 +244,15 @@ class AgentStub(typing.Generic[_AgentDescribeType, _AgentPreflightType, _AgentSt
     """Answers when nothing of the worker is left, also for an ended or unknown worker."""
 
     Suspend: _AgentSuspendType
-    """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
-    host's own means. Either all processes move, or none. Answered at once if that was done.
+    """Moves the GPU state of a job, or of a trainer that answers Sleep with "cannot_sleep", to host
+    memory, by the host's own means. Either all processes move, or none. Answered at once if that
+    was done. The answer "cannot_sleep" means that a job does not use its devices yet, and goes on.
     """
 
     Resume: _AgentResumeType
-    """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker."""
+    """Moves the state back. After another failure of Suspend or Resume, the caller must stop the
+    worker.
+    """
 
     List: _AgentListType
     """All workers with bound ports. Stopping workers, and workers still starting for a lost gateway,
@@ -340,8 +343,9 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.SuspendWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
-        """Moves the GPU state of a worker that answers Sleep with "cannot_sleep" to host memory, by the
-        host's own means. Either all processes move, or none. Answered at once if that was done.
+        """Moves the GPU state of a job, or of a trainer that answers Sleep with "cannot_sleep", to host
+        memory, by the host's own means. Either all processes move, or none. Answered at once if that
+        was done. The answer "cannot_sleep" means that a job does not use its devices yet, and goes on.
         """
 
     @abc.abstractmethod
@@ -350,7 +354,9 @@ class AgentServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.agent_pb2.SuspendWorkerRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.agent_pb2.SuspendWorkerReply, collections.abc.Awaitable[tandem.v1.agent_pb2.SuspendWorkerReply]]:
-        """Moves the state back. After a failure of Suspend or Resume, the caller must stop the worker."""
+        """Moves the state back. After another failure of Suspend or Resume, the caller must stop the
+        worker.
+        """
 
     @abc.abstractmethod
     def List(

@@ -35,6 +35,8 @@ _KILLED_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _OF_OUR_INTERPRETER = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _DEVICES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+_OF_ONE_RANK = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+"""The host may suspend a single rank. torch would take a long pause for a hang of NCCL."""
 
 
 class JobProcess:
@@ -140,6 +142,7 @@ def environment_of(
     return {
         "OMP_NUM_THREADS": str(max(1, (cores or 1) // job.processes)),
         **kept,
+        **(_OF_ONE_RANK if job.processes == 1 else {}),
         **job.environment,
         **{name: inherited[name] for name in _DEVICES if name in inherited},
         "PET_NNODES": "1",

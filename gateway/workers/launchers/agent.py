@@ -18,7 +18,7 @@ from gateway.workers.clients import Method, Request, this_task_is_cancelled
 from gateway.workers.epoch import Epoch
 from gateway.workers.needs import with_needs
 from tandem.agent.address import agent_address, socket_path
-from tandem.agent.host import Accelerator, Host
+from tandem.agent.host import NO_SUSPENDER, Accelerator, Host
 from tandem.agent.metrics import local_metrics_address, metrics_address_of
 from tandem.agent.preflight import JobNeeds, PreflightCheck
 from tandem.backends.frameworks import Framework
@@ -152,6 +152,7 @@ class AgentLauncher:
             accelerators=tuple(_as(Accelerator, each) for each in reply.accelerators),
             backends=dict(reply.trainer_backends),
             frameworks=tuple(_as(Framework, each) for each in reply.frameworks),
+            no_suspender=reply.no_suspender if reply.HasField("no_suspender") else NO_SUSPENDER,
         )
 
     def explain(self, worker_id: str) -> str:

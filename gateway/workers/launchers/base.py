@@ -63,7 +63,8 @@ class Launcher(Protocol):
         """Move the device memory of a worker that cannot sleep to the host. `lease` is the token of
         its Sleep. An older token raises `IllegalTransition`.
 
-        Raises `SuspendFailed`; then the worker must be stopped."""
+        Raises `CannotSleep` if a job does not use its devices yet, and `SuspendFailed`. After the
+        latter, the worker must be stopped."""
         ...
 
     async def resume(self, worker_id: str, *, lease: int, timeout: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from gateway.jobs.preflight import REPEATS
+from tandem.agent.host import Accelerator
 from tandem.agent.preflight import PreflightCheck
 from tandem.backends.jobs import STOPPED
 from tandem.errors import InvalidField, JobFailed, WorkerStartFailed
+from tests.support.gateway.fake_launcher import HOST, FakeLauncher
 from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1"
@@ -98,9 +101,13 @@ class Submitted:
             save_file({"model.norm.weight": weight}, folder / "model.safetensors")
 
     def ended(self) -> dict:
-        wait_until(lambda: self.about()["state"] == "ended")
+        about = self.ended_alone()
         wait_until(lambda: self.gate.run(lambda: self.gate.gateway.jobs.all() == []))
-        return self.about()
+        return about
+
+    def ended_alone(self) -> dict:
+        """Wait for its end, beside other jobs."""
+        return wait_until(lambda: (about := self.about())["state"] == "ended" and about)
 
     def curve(self) -> dict:
         name = "tandem/loss"
@@ -296,6 +303,112 @@ def test_the_next_gateway_reads_on_and_writes_each_line_once(start):
         assert job.curve()["step"] == [1, 2, 3, 4]
         index = gate.run(gate.gateway.record.summaries([job.id]))[job.id]
         assert index.rows == 4
+
+
+# --- Turns ----------------------------------------------------------------------------------------
+
+_GPU = Accelerator(index=0, uuid="GPU-0", name="an NVIDIA device", memory_bytes=8 * 2**30)
+
+
+@pytest.fixture
+def one_gpu(start):
+    """A gateway with one device, whose host can suspend a process."""
+    host = replace(HOST, accelerators=(_GPU,), no_suspender="")
+    group = {"name": "gpu", "devices": ["cuda:0"], "roles": ["trainer", "sampler"]}
+    sharing = {"quantum": 0.1}
+    with start(launcher=FakeLauncher(host=host), groups=[group], sharing=sharing) as gate:
+        yield gate
+
+
+def moves_of(gate, job: Submitted) -> list[str]:
+    session_id = job.id.partition(":")[0]
+    return [move for move, name, _ in gate.launcher.suspended if session_id in name]
+
+
+def test_two_jobs_of_one_process_take_turns_on_a_device_and_both_finish(one_gpu):
+    model = Path(one_gpu.run(lambda: one_gpu.gateway.models.get("tiny").path))
+    save_file({"model.norm.weight": np.ones((2, 3), np.float32)}, model / "model.safetensors")
+    first = Submitted(one_gpu, processes=1)
+    specs = wait_until(lambda: one_gpu.launcher.specs)
+    second = Submitted(one_gpu, processes=1)
+    wait_until(lambda: moves_of(one_gpu, first) and moves_of(one_gpu, second))
+    wait_until(lambda: first.about()["state"] == "queued")
+    wait_until(lambda: first.about()["state"] == "running")
+    for job, spec in zip((first, second), specs, strict=True):
+        (job.folder / "attempt-1").mkdir()
+        job.log(1, 2, 3, 4)
+        wait_until(lambda job=job: job.curve()["step"] == [1, 2, 3, 4])
+        (job.folder / "result").mkdir()
+        save_file(
+            {"model.norm.weight": np.ones((2, 3), np.float32)},
+            job.folder / "result/model.safetensors",
+        )
+        (job.folder / "attempt-1/end.json").write_text('{"status": 0, "reason": ""}')
+        wait_until(lambda job=job: job.about()["state"] == "running")
+        one_gpu.run(one_gpu.launcher.kill(spec.worker_id, "it ended"))
+        about = job.ended_alone()
+        assert (about["reason"], about["attempt"]) == ("the job has finished", 1)
+    assert len(specs) == 2 and not one_gpu.launcher.stopped
+
+
+def suspended(gate) -> tuple[Submitted, Submitted]:
+    """Return a suspended job, and the job that keeps the device. The latter cannot be suspended."""
+    job = Submitted(gate, processes=1)
+    process = wait_until(lambda: gate.launcher.specs)[0].worker_id
+    other = Submitted(gate, processes=1)
+    roster = gate.gateway.supervisor.roster
+    gate.run(lambda: roster.calls_of(other.id)).keeps_devices = True
+    wait_until(lambda: gate.run(lambda: roster.rows[job.id].state) == "asleep")
+    wait_until(lambda: other.about()["state"] == "running")
+    assert process in gate.launcher.serving
+    return job, other
+
+
+def test_a_suspended_job_waits_in_the_queue_and_says_why(one_gpu):
+    job, _other = suspended(one_gpu)
+    about = wait_until(lambda: (found := job.about())["queue_position"] and found)
+    assert (about["state"], about["queue_position"]) == ("queued", 1)
+    assert "holds devices of group gpu until it ends: an attempt of it" in about["reason"]
+
+
+def test_a_suspended_job_that_is_stopped_leaves_nothing(one_gpu):
+    job, other = suspended(one_gpu)
+    job.client.post(f"{OWN}/runs/{job.id}/stop", json={}).raise_for_status()
+    assert "has stopped the run" in job.ended_alone()["reason"]
+    assert is_gone(job)
+    assert other.about()["state"] == "running"
+
+
+def test_a_suspended_job_ends_at_its_deadline(one_gpu):
+    job, _other = suspended(one_gpu)
+    live = one_gpu.run(lambda: one_gpu.gateway.jobs.find_job(job.id))
+    live.plan = live.plan.model_copy(update={"deadline": 1.0})
+    assert "the job has reached its deadline" in job.ended_alone()["reason"]
+    assert is_gone(job)
+
+
+def test_a_suspended_job_whose_process_dies_did_not_fail_and_then_keeps_its_devices(one_gpu):
+    job, other = suspended(one_gpu)
+    (process,) = {name for move, name, _ in one_gpu.launcher.suspended if move == "suspend"}
+    one_gpu.run(one_gpu.launcher.kill(process, "the job was killed by SIGKILL"))
+    wait_until(lambda: job.about()["attempt"] == 2)
+    assert job.about()["restarts"] == 0
+    other.client.post(f"{OWN}/runs/{other.id}/stop", json={}).raise_for_status()
+    wait_until(lambda: job.about()["state"] == "running")
+    calls = one_gpu.run(lambda: one_gpu.gateway.supervisor.roster.calls_of(job.id))
+    assert calls.keeps_devices
+
+
+def test_a_job_that_could_not_be_suspended_starts_again_and_keeps_its_devices(one_gpu):
+    one_gpu.launcher.suspend_error = "not supported"
+    job = Submitted(one_gpu, processes=1)
+    wait_until(lambda: one_gpu.launcher.specs)
+    other = Submitted(one_gpu, processes=1)
+    wait_until(lambda: job.about()["attempt"] == 2)
+    assert job.about()["restarts"] == 0
+    wait_until(lambda: other.about()["attempt"] == 2)
+    said = "an attempt of it has ended while it was suspended"
+    wait_until(lambda: any(said in each.about()["reason"] for each in (job, other)))
 
 
 MISSING = (PreflightCheck("trl", "not installed", "install trl 1.16", "package_missing"),)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -23,7 +23,7 @@ from gateway.workers.roster import Roster
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow, WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
-from tandem.errors import WorkerStartFailed
+from tandem.errors import CannotSleep, WorkerStartFailed
 from tandem.protocol.worker import WorkerHandle, WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import SharingSettings
@@ -32,6 +32,7 @@ from tests.support.gateway.fake_launcher import FakeLauncher, of_version
 from tests.support.waiting import until
 
 GPU = WorkerGroup(name="gpu", kinds=EVERYTHING, devices=("cuda:0", "cuda:1"))
+SUSPENDING = replace(GPU, no_suspender="", device_bytes=8 * 2**30)
 CORES = WorkerGroup(name="cpu", kinds=EVERYTHING, awake=0, on_host=True, most_ranks=2)
 
 
@@ -140,6 +141,9 @@ class Gateway:
             self.adapters[kind].register(name, self.owner)
             await self.supervisor.place([request], holder=name)
 
+    def state(self, key: str) -> str:
+        return self.supervisor.roster.rows[key].state
+
     async def worker_in_use(self, key: str):
         async with asyncio.timeout(20), self.supervisor.use(key) as row:
             return self.adapters[row.kind].require(row)
@@ -208,6 +212,110 @@ async def test_a_host_suspends_a_trainer_that_cannot_sleep(gateway, launcher):
         ("suspend", a.worker_id),
         ("resume", a.worker_id),
     ]
+
+
+async def hold_in_turns(gateway: Gateway, key: str) -> None:
+    """Use a worker as the life of a job does."""
+    calls = gateway.supervisor.roster.calls_of(key)
+    while True:
+        async with gateway.supervisor.use(key):
+            await until(lambda: calls.yielding)
+
+
+@pytest.fixture
+async def with_job(tmp_path, launcher):
+    """A gateway whose host can suspend, with a running job `j`."""
+    found = Gateway(tmp_path, launcher, groups=[SUSPENDING])
+    await found.open()
+    await found.place("j", kind="job")
+    holding = asyncio.create_task(hold_in_turns(found, "j"))
+    await until(lambda: found.state("j") == "awake")
+    yield found
+    holding.cancel()
+    await asyncio.wait({holding})
+    await found.close()
+
+
+async def test_a_host_suspends_a_job_of_one_process_and_resumes_it(with_job, launcher):
+    await with_job.place("b")
+    for _ in range(2):
+        await with_job.worker_in_use("b")
+        assert with_job.state("j") == "asleep"
+        await until(lambda: with_job.state("j") == "awake")
+    moves, names, tokens = zip(*launcher.suspended, strict=True)
+    assert moves == ("suspend", "resume") * 2
+    assert set(names) == {with_job.supervisor.roster.rows["j"].process}
+    assert sorted(set(tokens)) == list(tokens)
+    assert not launcher.stopped
+
+
+async def test_a_job_whose_program_loads_stays_awake_and_is_asked_again(
+    with_job, launcher, monkeypatch
+):
+    monkeypatch.setattr("gateway.workers.step_runner.ASK_AGAIN_SECONDS", 0.2)
+    refused = []
+
+    async def suspend(name: str, **_about: object) -> None:
+        refused.append(name)
+        raise CannotSleep("no process of the job uses a GPU")
+
+    with monkeypatch.context() as loading:
+        loading.setattr(launcher, "suspend", suspend)
+        await with_job.place("b")
+        using = asyncio.create_task(with_job.worker_in_use("b"))
+        await until(lambda: len(refused) > 1)
+        said = "a worker of group gpu cannot be put to sleep: its program is loading"
+        await until(lambda: said in with_job.supervisor.explain("b").reason)
+    await using
+    assert [move for move, _, _ in launcher.suspended] == ["suspend"]
+    assert not launcher.stopped
+
+
+async def test_a_job_that_cannot_be_suspended_ends_with_the_reason(with_job, launcher):
+    launcher.suspend_error = "not supported"
+    process, told = with_job.supervisor.roster.rows["j"].process, []
+    with_job.supervisor.watch_ends("j", lambda *ended: told.append(ended))
+    await with_job.place("b")
+    await with_job.worker_in_use("b")
+    assert told == [(process, "it did not sleep: not supported")]
+
+
+async def test_the_next_gateway_resumes_no_job_where_nothing_can_be_suspended(tmp_path, launcher):
+    before = Gateway(tmp_path, launcher, groups=[GPU])
+    await before.open()
+    await before.place("j", kind="job")
+    process = (await before.worker_in_use("j")).worker_id
+    await before.close(leaving=True)
+    launcher.resume = None  # it would fail
+    after = Gateway(tmp_path, launcher, groups=[GPU], epoch=2)
+    await after.open()
+    assert (await after.worker_in_use("j")).worker_id == process
+    await after.close()
+
+
+async def test_the_next_gateway_finds_a_suspended_job_asleep_and_it_wakes_in_turn(
+    tmp_path, launcher
+):
+    before = Gateway(tmp_path, launcher, groups=[SUSPENDING])
+    await before.open()
+    await before.place("j", kind="job")
+    holding = asyncio.create_task(hold_in_turns(before, "j"))
+    await until(lambda: before.state("j") == "awake")
+    await before.place("b")
+    await before.worker_in_use("b")
+    assert before.state("j") == "asleep"
+    holding.cancel()
+    process = before.supervisor.roster.rows["j"].process
+    await before.close(leaving=True)
+    after = Gateway(tmp_path, launcher, groups=[SUSPENDING], epoch=2)
+    await after.open()
+    await after.supervisor.await_found(["j", "b"])
+    assert after.state("j") == "asleep"
+    assert after.supervisor.overview().bytes["j"].host == SUSPENDING.device_bytes
+    worker = await after.worker_in_use("j")
+    assert worker.worker_id == process
+    assert launcher.suspended[-1][0] == "resume"
+    await after.close()
 
 
 async def test_a_failed_start_reaches_the_caller(gateway, launcher):

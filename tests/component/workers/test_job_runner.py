@@ -18,6 +18,7 @@ from tandem.protocol.worker import JobSpec, WorkerSpec
 from tests.support.processes import marked, small_disk
 from tests.support.waiting import wait_until
 from tests.support.worker_process import RUN, SECRET, SESSION, WorkerClient, worker_process
+from trainer_service.jobs.runner import environment_of
 
 MARK = "TEST_OF_JOBS"
 
@@ -106,6 +107,14 @@ def test_torchrun_gets_the_number_of_processes_and_the_chosen_devices_alone(tmp_
     )
     assert said["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert said["FRAMEWORK"] == "1" and "PYTHONPATH" not in said
+
+
+@pytest.mark.parametrize(("processes", "said"), [(1, "0"), (2, None)])
+def test_torch_takes_no_pause_of_a_single_rank_for_a_hang(tmp_path, processes, said):
+    job = JobSpec(framework="test", folder=str(tmp_path), argv=("x",), processes=processes)
+    environment = environment_of(job, {}, error_file=tmp_path / "error.json", grace=1.0)
+    for name in ("TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        assert environment.get(name) == said
 
 
 def test_the_ranks_share_the_cores_of_their_devices(tmp_path):

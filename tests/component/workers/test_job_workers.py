@@ -32,8 +32,9 @@ from tandem.backends.jobs import STOPPED, JobEnd
 from tandem.protocol.worker import JobSpec, WorkerSpec
 from tandem.settings.gateway import GatewaySettings
 from tandem.settings.sharing import SharingSettings
+from tests.support.cuda_checkpoint import Machine
 from tests.support.gateway.memory_table import MemoryTable
-from tests.support.processes import marked
+from tests.support.processes import Process, marked
 from tests.support.waiting import PATIENCE, until, wait_until
 
 MARK = "TEST_OF_JOBS"
@@ -96,10 +97,14 @@ class JobOwner:
         )
 
 
-class JobWorld:
-    """A supervisor of jobs on one group of cores, and the agent of a data directory."""
+CORES = WorkerGroup(name="g", kinds=EVERYTHING, on_host=True, most_ranks=2)
+SUSPENDING = WorkerGroup(name="g", kinds=EVERYTHING, devices=("cuda:GPU-a",), no_suspender="")
 
-    def __init__(self, data_dir: Path) -> None:
+
+class JobWorld:
+    """A supervisor of jobs on one group, and the agent of a data directory."""
+
+    def __init__(self, data_dir: Path, group: WorkerGroup) -> None:
         epoch = Epoch(number=1, superseded=lambda: None)
         launcher = AgentLauncher(data_dir=data_dir, timeout=PATIENCE, epoch=epoch)
         self.processes = Processes(
@@ -112,7 +117,7 @@ class JobWorld:
         self.supervisor = Supervisor(
             Roster(
                 table=MemoryTable(),
-                groups=[WorkerGroup(name="g", kinds=EVERYTHING, on_host=True, most_ranks=2)],
+                groups=[group],
                 adapters={"job": self.adapter},
                 settings=SharingSettings(),
                 epoch=1,
@@ -120,15 +125,20 @@ class JobWorld:
             )
         )
 
-    async def start(self, owner: JobOwner) -> tuple[int, asyncio.Future[str]]:
+    async def start(self, owner: JobOwner, key: str = "j") -> tuple[int, asyncio.Future[str]]:
         """Place and start a job. Return the process of its worker, and its coming end."""
         ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.adapter.register("j", owner)
-        request = WorkerRequest(key="j", kind="job", owner="ann", session="s-1", ranks=2)
-        await self.supervisor.place([request], holder="j")
-        self.supervisor.watch_ends("j", lambda _, reason: ended.set_result(reason))
-        async with asyncio.timeout(PATIENCE), self.supervisor.use("j") as row:
-            return self.adapter.require(row).handle.pid, ended
+        self.adapter.register(key, owner)
+        ranks = owner.processes
+        request = WorkerRequest(key=key, kind="job", owner="ann", session="s-1", ranks=ranks)
+        await self.supervisor.place([request], holder=key)
+        self.supervisor.watch_ends(key, lambda _, reason: ended.set_result(reason))
+        return await self.turn(key), ended
+
+    async def turn(self, key: str) -> int:
+        """Return the process of a job's worker when the job has the devices."""
+        async with asyncio.timeout(PATIENCE), self.supervisor.use(key) as row:
+            return self.adapter.require(row).handle.pid
 
 
 @pytest.fixture
@@ -140,14 +150,14 @@ def folder(tmp_path):
 
 @pytest.fixture
 async def world(tmp_path, folder):
-    async with _world(tmp_path / "data") as found:
+    async with _world(ProcessLauncher(data_dir=tmp_path / "data"), CORES) as found:
         yield found
 
 
 @asynccontextmanager
-async def _world(data_dir: Path):
-    async with serving(ProcessLauncher(data_dir=data_dir), data_dir=data_dir):
-        found = JobWorld(data_dir)
+async def _world(agent: ProcessLauncher, group: WorkerGroup):
+    async with serving(agent, data_dir=agent.data_dir):
+        found = JobWorld(agent.data_dir, group)
         await found.processes.find_processes(found.supervisor)
         await found.supervisor.open()
         yield found
@@ -210,6 +220,42 @@ async def test_a_released_job_is_asked_to_end_and_leaves_nothing(world, folder):
         await world.supervisor.release("j", holder="j")
     assert end_of(folder).status == STOPPED
     assert not marked(f"{MARK}={folder}")
+
+
+async def test_the_ranks_of_jobs_are_suspended_in_turn_and_leave_nothing(tmp_path, monkeypatch):
+    machine = Machine(tmp_path / "machine")
+    uses_gpu = lambda pid: (machine.folder / str(pid)).exists()  # noqa: E731
+    monkeypatch.setattr("tandem.agent.launcher.uses_gpu", uses_gpu)
+    agent = ProcessLauncher(data_dir=tmp_path / "data", suspender=machine.suspender)
+    ranks, folders = [], [tmp_path / "data/jobs" / key for key in "jk"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    async with _world(agent, SUSPENDING) as world:
+        rows = world.supervisor.roster.rows
+        for key, folder in zip("jk", folders, strict=True):
+            owner = JobOwner(folder, (sys.executable, "-c", DETACHES), processes=1)
+            await world.start(owner, key)
+            await until((folder / "up").exists)
+            (rank,) = [each.pid for each in _of(folder) if each.group == each.pid]
+            machine.add(rank)
+            ranks.append(rank)
+        assert (rows["j"].state, machine.states(*ranks)) == ("asleep", ["checkpointed", "running"])
+        worker = world.adapter.require(rows["j"])
+        await worker.check_health(timeout=PATIENCE)
+        await world.turn("j")
+        assert (rows["k"].state, machine.states(*ranks)) == ("asleep", ["running", "checkpointed"])
+        async with asyncio.timeout(PATIENCE):
+            await world.supervisor.release("k", holder="k")
+        assert not _of(folders[1])
+        assert not (folders[1] / "attempt-1/end.json").exists(), "it was killed at once"
+        async with asyncio.timeout(PATIENCE):
+            await world.supervisor.release("j", holder="j")
+    assert end_of(folders[0]).status == STOPPED
+    assert not _of(folders[0])
+
+
+def _of(folder: Path) -> list[Process]:
+    return marked(f"{MARK}={folder}")
 
 
 def test_the_next_agent_ends_the_ranks_of_a_killed_agents_job(tmp_path):

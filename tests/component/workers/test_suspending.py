@@ -18,60 +18,12 @@ from tandem.agent.launcher import ProcessLauncher
 from tandem.agent.service import serving
 from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import group_members
-from tandem.errors import IllegalTransition, SuspendFailed
+from tandem.errors import CannotSleep, IllegalTransition, SuspendFailed
 from tandem.protocol.worker import WorkerSpec
+from tests.support.cuda_checkpoint import Machine
 from tests.support.waiting import until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
-
-# Imitates the used parts of cuda-checkpoint. The file "7" has the state of process 7. A file "fail
-# lock 7" makes its lock fail, "hang lock 7" makes it hang, and "deaf lock 7" makes it do nothing.
-PROGRAM = """#!/bin/sh
-folder=$(dirname "$0")
-for pid; do :; done
-state=$(cat "$folder/$pid" 2>/dev/null) || { echo "no CUDA in $pid" >&2; exit 1; }
-echo "$*" >> "$folder/calls"
-[ "$1" = --get-state ] && { echo "$state"; exit; }
-[ -e "$folder/fail $2 $pid" ] && { echo failed > "$folder/$pid"; echo "not supported" >&2; exit 1; }
-[ -e "$folder/hang $2 $pid" ] && exec sleep 600
-[ -e "$folder/deaf $2 $pid" ] && exit
-case "$2 $state" in
-  "lock running") echo locked ;;
-  "checkpoint locked") echo checkpointed ;;
-  "restore checkpointed") echo locked ;;
-  "unlock locked") echo running ;;
-  *) echo "cannot $2 what is $state" >&2; exit 1 ;;
-esac > "$folder/$pid"
-"""
-
-
-class Machine:
-    """Processes and their states, for the program."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir()
-        self.program = folder / "cuda-checkpoint"
-        self.program.write_text(PROGRAM)
-        self.program.chmod(0o700)
-        self.suspender = CudaCheckpoint(
-            find_program=lambda name: str(folder / name), driver=lambda: "580.95.05"
-        )
-
-    def add(self, *pids: int) -> None:
-        for pid in pids:
-            (self.folder / str(pid)).write_text("running\n")
-
-    def on(self, what: str) -> Path:
-        path = self.folder / what
-        path.touch()
-        return path
-
-    def states(self, *pids: int) -> list[str]:
-        return [(self.folder / str(pid)).read_text().strip() for pid in pids]
-
-    def calls(self) -> list[str]:
-        return (self.folder / "calls").read_text().splitlines()
 
 
 @pytest.fixture
@@ -184,10 +136,12 @@ async def agent(machine, tmp_path, monkeypatch):
         await gateway.close()
 
 
-async def started(agent: AgentLauncher | ProcessLauncher, machine: Machine) -> tuple[str, int]:
+async def started(
+    agent: AgentLauncher | ProcessLauncher, machine: Machine, *, kind: str = "trainer"
+) -> tuple[str, int]:
     spec = WorkerSpec(
-        worker_id="trainer-s-1-0",
-        kind="trainer",
+        worker_id=f"{kind}-s-1-0",
+        kind=kind,
         secret="the secret of a worker",
         model_name="tiny",
         model_path="models/tiny",
@@ -235,11 +189,18 @@ async def test_a_suspended_worker_can_be_killed(agent, machine):
         await agent.resume(worker, lease=3, timeout=60)
 
 
-async def test_a_worker_without_a_gpu_cannot_be_suspended(agent, machine):
-    worker, pid = await started(agent, machine)
+@pytest.mark.parametrize(("kind", "error"), [("trainer", SuspendFailed), ("job", CannotSleep)])
+async def test_a_worker_without_a_gpu_cannot_be_suspended(agent, machine, kind, error):
+    worker, pid = await started(agent, machine, kind=kind)
     (machine.folder / str(pid)).unlink()
-    with pytest.raises(SuspendFailed, match="no process of the trainer uses a GPU"):
+    with pytest.raises(error, match=f"no process of the {kind} uses a GPU"):
         await agent.suspend(worker, lease=2, timeout=60)
+
+
+async def test_an_agent_says_whether_it_can_suspend(agent, machine):
+    assert (await agent.describe_host()).no_suspender == ""
+    machine.program.unlink()
+    assert (await agent.describe_host()).no_suspender == "cuda-checkpoint is not installed"
 
 
 async def test_an_agent_that_ends_ends_a_hanging_suspend_with_its_program(
