@@ -45,8 +45,8 @@ _NOT_REPEATED = ("/telemetry", "/session_heartbeat", "/retrieve_future", "/healt
 _SESSION = re.compile(rb"s-(?!0000)[0-9a-f]{12}")
 _OWN = b"s-000000000000"
 """In place of sessions that the gateway makes: for engines of a base model, and for jobs."""
-_RANDOM = re.compile(r"(?<=s-\d{12})-[0-9a-f]{8}")
-"""The end of a worker's id."""
+_RANDOM = re.compile(r"(?<=s-\d{12})-[0-9a-f]{8}|(?<=s-\d{12}-train-0)-[0-9a-f]{10}")
+"""The end of a worker's id, and that of the name of a pod that checks a job."""
 _LARGEST_SEED = 1000
 """Larger ones were drawn."""
 _SECRET_FIELDS = {"secret", "tls", "lease"}
