@@ -143,7 +143,7 @@ def test_a_job_runs_records_its_metrics_and_leaves_a_checkpoint(start):
         job.log(1, 2)
         wait_until(lambda: job.curve()["step"] == [1, 2])
         assert job.about()["state"] == "running"
-        assert job.about()["progress"]["percent"] == 50
+        wait_until(lambda: (job.about()["progress"] or {}).get("percent") == 50)
         job.log(3, 4)
         job.write_result()
         job.exit(0)
