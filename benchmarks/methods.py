@@ -4,6 +4,7 @@ gradients. `tests/support/methods.py` has the task and the settings."""
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import record
+from benchmarks.trl_grpo import trl_versions
 from tests.support import methods
 
 
@@ -23,7 +25,7 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=methods.SEEDS)
     parser.add_argument("--no-save", action="store_true", help="only print")
     asked = parser.parse_args()
-    console, rows = Console(), []
+    console, rows, load = Console(), [], os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, methods.trainings(Path(folder)) as trainings:
         for backend, method, flipped, seed in product(
             asked.backends, asked.methods, (False, True), asked.seeds
@@ -49,6 +51,8 @@ def main() -> None:
         "learning_rates": methods.LEARNING_RATES,
         "beta": methods.BETA,
         "processes": {"fsdp2": 1, "trl": 2},
+        "load": [load, os.getloadavg()[0]],
+        "trl": trl_versions(),
     }
     if not asked.no_save:
         found = {"machine": record.machine(), "settings": settings, "trainings": rows}
