@@ -20,11 +20,11 @@ _TYPES: Mapping[str, type[Value]] = {"int": int, "float": float, "str": str, "bo
 _NAME = r"^[a-z][a-z0-9_]*$"
 
 
-class _Part(BaseModel):
+class _DescriptionPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class BlueprintNeeds(_Part):
+class BlueprintNeeds(_DescriptionPart):
     """`devices` of the trainer and its sampler together, with `memory_gib` of each. `minutes` is
     the usual time on them. 0 devices means cores."""
 
@@ -33,7 +33,7 @@ class BlueprintNeeds(_Part):
     minutes: float = Field(gt=0)
 
 
-class Bound(_Part):
+class Bound(_DescriptionPart):
     """A range of numbers. NaN is in none."""
 
     at_least: float | None = None
@@ -52,7 +52,7 @@ class Bound(_Part):
         return f"at most {self.at_most:g}" if self.at_most is not None else "any number"
 
 
-class Parameter(_Part):
+class Parameter(_DescriptionPart):
     """A value that a user may choose, within bounds or from `choices`."""
 
     about: str
@@ -64,10 +64,10 @@ class Parameter(_Part):
 
     @model_validator(mode="after")
     def _accepts_its_default(self) -> Self:
-        self.check("default", self.default)
+        self.checked_value("default", self.default)
         return self
 
-    def check(self, name: str, value: object) -> Value:
+    def checked_value(self, name: str, value: object) -> Value:
         """Return a value in the parameter's type. Raises `InvalidField`."""
         try:
             found: Value = TypeAdapter(_TYPES[self.type]).validate_python(value)
@@ -89,7 +89,7 @@ class Parameter(_Part):
         return Bound(at_least=self.minimum, at_most=self.maximum)
 
 
-class Blueprint(_Part):
+class Blueprint(_DescriptionPart):
     """`models` are patterns of fitting base models, such as "Qwen/Qwen3-*". `metrics` has the
     bounds of the returned numbers."""
 
@@ -115,7 +115,7 @@ class Blueprint(_Part):
                     field=name,
                 )
         return {
-            name: parameter.check(name, given.get(name, parameter.default))
+            name: parameter.checked_value(name, given.get(name, parameter.default))
             for name, parameter in self.parameters.items()
         }
 

@@ -114,7 +114,7 @@ class KubernetesLauncher:
 
     async def preflight(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
         self._open()
-        return await self._preflights.check(needs, timeout=timeout)
+        return await self._preflights.check_needs(needs, timeout=timeout)
 
     async def start(self, spec: WorkerSpec) -> WorkerHandle:
         if self._closed:

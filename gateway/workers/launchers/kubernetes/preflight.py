@@ -44,7 +44,7 @@ class PreflightPods:
         self._pull_timeout = pull_timeout
         self._poll = poll
 
-    async def check(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
+    async def check_needs(self, needs: JobNeeds, *, timeout: float) -> tuple[PreflightCheck, ...]:
         """Return the faults, and nothing if the job can start. The checks have `timeout` seconds,
         and so has the scheduler. Raises `WorkerStartFailed` if no pod can make them."""
         body = self._maker.make_preflight(needs)
