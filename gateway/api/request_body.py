@@ -37,6 +37,7 @@ MOST_VALUES = 2**16
 MOST_TOKENS = 2**21
 """JSON values in a request for samples or in a batch, mostly token ids."""
 _MOST_BRACKETS = 2**17
+_MOST_QUOTES = 4 * MOST_VALUES
 PREFIX_BYTES = 4096
 _FREE_BYTES = 4096
 """Bytes of a body that always fit into the memory, so that heartbeats get through."""
@@ -248,17 +249,28 @@ def check_json_size(body: bytes, *, most_values: int = MOST_VALUES) -> None:
     """Raise `PayloadTooLarge` for too many JSON values.
 
     `{},` is three bytes, and half a kilobyte once parsed. So commas and brackets are counted first,
-    including those in texts."""
-    values = body.count(b",")
+    outside of texts if these are few."""
+    values, brackets = _count_values(body)
+    if values > most_values or brackets > _MOST_BRACKETS:
+        values, brackets = _count_values(_without_texts(body))
     if values > most_values:
         raise PayloadTooLarge(
             f"the request has {values} JSON values, {most_values} at most; send less at once"
         )
-    brackets = body.count(b"{") + body.count(b"[")
     if brackets > _MOST_BRACKETS:
         raise PayloadTooLarge(
             f"the request has {brackets} lists and objects, {_MOST_BRACKETS} at most"
         )
+
+
+def _count_values(body: bytes) -> tuple[int, int]:
+    return body.count(b","), body.count(b"{") + body.count(b"[")
+
+
+def _without_texts(body: bytes) -> bytes:
+    """Return JSON without its texts, or with them if they are many."""
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    return plain if plain.count(b'"') > _MOST_QUOTES else b"".join(plain.split(b'"')[::2])
 
 
 def parse_json(body: bytes, *, most_values: int = MOST_VALUES) -> object:

@@ -15,7 +15,7 @@ from gateway.runs.record.metrics import SERVER, MetricsRow
 from gateway.storage.data_directory import write_file
 from tandem.backends.jobs import JobEnd
 from tandem.backends.rendering import job_request
-from tandem.weights.store import make_folder, read_record, write_synced
+from tandem.weights.store import fsync_path, make_folder, read_record, write_synced
 
 _READ_BYTES = 2**20
 """The most bytes of metrics that are read at once."""
@@ -26,14 +26,20 @@ def job_folder(data_dir: Path, run_id: str) -> Path:
 
 
 def write_data(folder: Path, contents: Mapping[str, bytes]) -> None:
-    """Write a new job's data durably. After an `OSError`, nothing is left."""
+    """Write a new job's data durably."""
     make_folder(folder / "data")
-    try:
-        for name, content in contents.items():
-            write_synced(folder / "data" / f"{name}.jsonl", content)
-    except OSError:
-        remove_files(folder)
-        raise
+    for name, content in contents.items():
+        write_synced(folder / "data" / f"{name}.jsonl", content)
+    fsync_path(folder / "data")
+
+
+def folders_of_data(data_dir: Path) -> list[Path]:
+    """Return folders with data only. A job writes more as soon as it has a row."""
+    return [
+        folder
+        for folder in (data_dir / "jobs").glob("*")
+        if folder.is_dir() and all(each.name == "data" for each in folder.iterdir())
+    ]
 
 
 def write_request(folder: Path, job: Job) -> None:

@@ -150,6 +150,7 @@ class JobLife:
             )
             await self._stored(job, following)
             job.note_reason(f"attempt {job.attempt - 1} has ended: {end.reason}")
+        await self._stored(job, lambda: self.release(job))  # others may have its devices now
         await self._stored(job, lambda: self.results.import_result(job))
 
     async def prepare_request(self, job: Job) -> WorkerRequest:

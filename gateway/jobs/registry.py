@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Executable, select, update
 
 from gateway.checkpoints.base_models import BaseModelEntry
-from gateway.jobs.files import job_folder, remove_files
+from gateway.identifiers import run_folder_name
+from gateway.jobs.files import folders_of_data, job_folder, remove_files
 from gateway.jobs.job import Job, JobPlan
 from gateway.jobs.life import JobLife
 from gateway.owners.limits import Quotas
@@ -50,6 +53,7 @@ class JobRegistry:
     def __post_init__(self) -> None:
         self._database, self._data_dir = self.life.database, self.life.settings.data_dir
         self._jobs: dict[str, Job] = {}
+        self._arriving: Counter[str] = Counter()
         self._log = get_log()
 
     def all(self) -> list[Job]:
@@ -59,16 +63,25 @@ class JobRegistry:
         return self._jobs.get(run_id)
 
     def count_of(self, owner: str) -> int:
-        return sum(job.owner == owner for job in self._jobs.values())
+        """Return the number of an owner's jobs, with those that arrive."""
+        return self._arriving[owner] + sum(job.owner == owner for job in self._jobs.values())
 
-    def check_limits(self, owner: str) -> None:
-        """Raise `LimitExceeded` or `BudgetExhausted` if an owner may have no further job."""
+    @contextmanager
+    def arriving(self, owner: str) -> Iterator[None]:
+        """Count a job during its submission, so that simultaneous ones keep to the limit. Raises
+        `LimitExceeded` or `BudgetExhausted` if the owner may have no further job."""
         used = self.runs.count_of(owner) + self.count_of(owner)
         self.limits.check("runs", owner=owner, used=used)
         self.limits.check_budget(owner)
+        self._arriving[owner] += 1
+        try:
+            yield
+        finally:
+            self._arriving[owner] -= 1
 
     async def resume_jobs(self) -> None:
         """Continue the jobs of an earlier gateway. Call it after `resume_runs`."""
+        await self._remove_unfinished()
         active = select(runs, jobs).join(jobs, jobs.c.run_id == runs.c.id)
         for row in await self._database.read(active.where(runs.c.state == "active")):
             session = self.sessions.get(row["session_id"])
@@ -215,6 +228,19 @@ class JobRegistry:
             await asyncio.gather(*late, return_exceptions=True)
 
     # --- Files --------------------------------------------------------------------------------
+
+    async def _remove_unfinished(self) -> None:
+        """Remove data that an earlier gateway wrote before its end, and not the job's row.
+
+        That gateway cannot write the row any more: the database refuses its epoch. Folders of jobs
+        that began stay, because the database may be an older copy."""
+        found = await asyncio.to_thread(folders_of_data, self._data_dir)
+        rows = await self._database.read(select(jobs.c.run_id)) if found else []
+        known = {run_folder_name(row["run_id"]) for row in rows}
+        if unfinished := [folder for folder in found if folder.name not in known]:
+            for folder in unfinished:
+                await asyncio.to_thread(remove_files, folder)
+            self._log.info("unfinished_jobs_removed", folders=[each.name for each in unfinished])
 
     async def remove_old_files(self) -> None:
         """Remove the files of ended jobs after their TTL."""

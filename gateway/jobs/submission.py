@@ -102,21 +102,20 @@ class JobSubmission:
             ),
         )
         await self._check_resources(job, configuration)
-        registry.check_limits(owner)
         contents = {file.name: content for file, content in checked}
         size = sum(map(len, contents.values()))
-        await self.versions.check_space(expected_bytes=size, what="keep the job's data")
         folder = job_folder(life.settings.data_dir, job.run_id)
-        try:
-            await asyncio.to_thread(write_data, folder, contents)
-        except OSError as error:
-            raise typed(error) from error
-        try:
-            await self._write_rows(job, new.identity, options, created_at=now)
-        except BaseException:
-            await asyncio.to_thread(remove_files, folder)
-            raise
-        registry.begin_job(job)
+        with registry.arriving(owner):
+            await self.versions.check_space(expected_bytes=size, what="keep the job's data")
+            try:
+                await asyncio.to_thread(write_data, folder, contents)
+                await self._write_rows(job, new.identity, options, created_at=now)
+            except BaseException as error:
+                await asyncio.to_thread(remove_files, folder)
+                if isinstance(error, OSError):
+                    raise typed(error) from error
+                raise
+            registry.begin_job(job)
         life.record.identity_files.write_soon(job.run_id)
         return job
 

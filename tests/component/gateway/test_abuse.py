@@ -43,6 +43,16 @@ def test_lists_and_objects_are_counted_before_any_is_made(piece):
         parse(TelemetryBatch, b'{"events":%s}' % chunks)
 
 
+@pytest.mark.parametrize("text", [",", "{", '"', '",', "\\", '\\",', "é,"])
+def test_commas_and_brackets_in_texts_are_no_values(text):
+    body = {"rows": text * 200_000, "other": [text] * 1000}
+    assert parse_json(json.dumps(body).encode()) == body
+    with pytest.raises(PayloadTooLarge):
+        parse_json(json.dumps(body | {"values": [0] * 70_000}).encode())
+    with pytest.raises(PayloadTooLarge):
+        parse_json(json.dumps(body | {"values": [text] * 200_000}).encode())
+
+
 def test_a_few_bytes_that_stand_for_very_many_objects_are_refused_as_too_large(gate):
     body = '{"sampling_params":{},"prompt":{"chunks":' + many("{}", 2**20) + "}}"
     small = zstandard.compress(body.encode())
