@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -56,7 +55,7 @@ class Host:
 def this_host() -> Host:
     return Host(
         name=platform.node(),
-        cores=_cores(),
+        cores=tuple(sorted(os.sched_getaffinity(0))),
         memory_bytes=_memory_bytes(),
         accelerators=accelerators(),
         backends=backends_of_runs(),
@@ -173,12 +172,6 @@ def _nvml() -> Iterator[Any]:
 
 def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
-
-
-def _cores() -> tuple[int, ...]:
-    if sys.platform == "linux":
-        return tuple(sorted(os.sched_getaffinity(0)))
-    return tuple(range(os.cpu_count() or 1))
 
 
 def _memory_bytes() -> int:

@@ -3,22 +3,13 @@ containers."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-
-if sys.platform != "linux":
-    import psutil
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def process_start(pid: int) -> str:
     """Return the start of a process and its namespace, or "" if it does not exist."""
-    if sys.platform != "linux":
-        try:
-            return str(psutil.Process(pid).create_time())
-        except psutil.NoSuchProcess:
-            return ""
     ticks = _ticks(pid)
     return ticks and f"{namespace()}{ticks}"
 
@@ -26,7 +17,7 @@ def process_start(pid: int) -> str:
 def namespace() -> str:
     """Return the scope of process numbers: this boot of the machine, and the container's first
     process."""
-    return f"{_BOOT_ID.read_text().strip()} {_ticks(1)} " if sys.platform == "linux" else ""
+    return f"{_BOOT_ID.read_text().strip()} {_ticks(1)} "
 
 
 def _ticks(pid: int) -> str:

@@ -244,7 +244,7 @@ async def _first_of(*futures: asyncio.Future[Any], timeout: float | None = None)
 
 
 def kill_group(pgid: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):  # macOS raises PermissionError for zombies
+    with suppress(ProcessLookupError):
         os.killpg(pgid, signal.SIGKILL)
 
 

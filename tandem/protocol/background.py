@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +17,9 @@ _MOST_TRIES = 200
 def in_background(work: Callable[[], None], *, nice: int) -> None:
     """Run `work` with additional niceness, and return at its end.
 
-    Niceness is changed only on Linux. With 15, the work gets a thirtieth of a contested core. The
-    work has its own thread, because a thread cannot lower its niceness without privileges. Threads
-    that it starts stay nice."""
-    if sys.platform != "linux" or not nice:
+    With 15, the work gets a thirtieth of a contested core. It has its own thread, because a thread
+    cannot lower its niceness without privileges. Threads that it starts stay nice."""
+    if not nice:
         work()
         return
     # `os.nice` affects only the calling thread.

@@ -21,7 +21,6 @@ import os
 import resource
 import select
 import signal
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -380,25 +379,23 @@ def compile_caches(data_dir: Path) -> dict[str, str]:
 
 
 def die_with_parent(parent_pid: int | None = None) -> None:
-    """Let the kernel kill this process when the thread that started it ends (Linux).
+    """Let the kernel kill this process when the thread that started it ends.
 
     Child processes of a worker, such as ranks, call it first. If the worker, `parent_pid`, has
     ended already, this process kills itself. A worker's own first process must not use it: it would
     die before its lifeline could end its children."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        if _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
+    pr_set_pdeathsig = 1
+    if _LIBC.prctl(pr_set_pdeathsig, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) was refused")
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def become_subreaper() -> None:
-    """Let orphans below this process become its children (Linux), so that it finds them."""
-    if sys.platform == "linux":
-        pr_set_child_subreaper = 36
-        if _LIBC.prctl(pr_set_child_subreaper, 1, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) was refused")
+    """Let orphans below this process become its children, so that it finds them."""
+    pr_set_child_subreaper = 36
+    if _LIBC.prctl(pr_set_child_subreaper, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER) was refused")
 
 
 def end_with_supervisor() -> None:

@@ -200,12 +200,10 @@ def hold_lifeline(fd: int = 0) -> None:
 
 
 def _arm_kernel(fd: int) -> None:
-    """Let the kernel kill the group when the pipe closes (Linux, fcntl(2)).
+    """Let the kernel kill the group when the pipe closes (fcntl(2)).
 
     The thread of `hold_lifeline` needs the interpreter lock, which a native call may hold for ever.
-    It serves other systems, and a pipe that closed before this call."""
-    if sys.platform != "linux":
-        return
+    It serves a pipe that closed before this call."""
     f_setsig = 10
     try:
         fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())

@@ -95,7 +95,6 @@ GREEDY: dict[str, Take] = {
 }  # fmt: skip
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
 @pytest.mark.parametrize("name", GREEDY)
 def test_memory_is_refused_whatever_operation_asks_for_it(process, name):
     take = GREEDY[name]
@@ -125,13 +124,11 @@ def tuples(logprobs: Tensor):
     return total, {}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
 @pytest.mark.parametrize("fn", [chain, tuples])
 def test_memory_of_many_operations_together_is_refused(process, fn):
     assert "more memory" in fails(process, fn, LITTLE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
 def test_memory_of_the_derivative_counts(process):
     def fn(logprobs: Tensor):
         return logprobs.sum().expand(2**24).amax(), {}
@@ -139,7 +136,6 @@ def test_memory_of_the_derivative_counts(process):
     assert "its gradient" in fails(process, fn, Limits(memory=2**25))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the system limits no memory")
 def test_datums_do_not_share_their_memory(process):
     def fn(logprobs: Tensor):
         return (logprobs.repeat(2**18) * 2).sum(), {}

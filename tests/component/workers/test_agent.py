@@ -341,7 +341,6 @@ async def test_an_agent_says_what_it_has(tmp_path):
     assert found.cores and found.memory_bytes > 2**20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_an_agent_that_is_started_by_itself_has_the_listed_variables_alone(tmp_path, monkeypatch):
     monkeypatch.setenv("GITHUB_PAT", "a secret of another program")
     tandem = str(Path(sys.executable).with_name("tandem"))

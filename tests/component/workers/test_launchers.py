@@ -295,7 +295,6 @@ async def test_a_program_that_does_not_exist_and_a_log_that_cannot_be_opened_are
     assert descriptors("self") == before
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/dev/full")
 async def test_a_full_disk_for_the_log_does_not_hide_why_a_worker_ended(make, tmp_path):
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "w.log").symlink_to("/dev/full")
@@ -320,7 +319,6 @@ async def test_the_secret_is_in_no_argument_and_our_key_in_no_environment(make, 
     assert "PYTHONUNBUFFERED" in text
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 async def test_no_worker_inherits_the_lifeline_or_the_report_of_another(make):
     launcher = await make("polite")
     pipes = []

@@ -26,7 +26,6 @@ from tests.support.waiting import PATIENCE, until, until_serving, wait_until
 
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 SECRET = "the-secret-of-this-worker"
-linux = pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +123,6 @@ async def test_the_log_of_a_worker_that_was_idle_is_its_own(tmp_path, capfd):
     assert said == "goodbye"
 
 
-@linux
 async def test_the_secret_of_a_worker_that_was_idle_is_in_no_argument_and_no_environment(
     tmp_path, monkeypatch
 ):
@@ -136,7 +134,6 @@ async def test_the_secret_of_a_worker_that_was_idle_is_in_no_argument_and_no_env
         assert b"tml-key" not in seen
 
 
-@linux
 async def test_a_worker_that_was_idle_holds_its_own_lifeline_and_report_alone(tmp_path):
     async with launching(tmp_path, pool={"trainer": 2}) as launcher:
         await until(lambda: len(launcher.idle.pids("trainer")) == 2)

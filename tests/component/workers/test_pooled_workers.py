@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def model(tmp_path_factory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", head_dim=32)
 
 
-CORE = max(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
+CORE = max(os.sched_getaffinity(0))
 
 
 def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
@@ -42,7 +41,7 @@ def spec(kind: WorkerKind, model: Path, worker_id: str) -> WorkerSpec:
         model_path=str(model),
         session_id=SESSION,
         run_id=RUN if kind == "trainer" else "",
-        devices=(f"cpu:{CORE}",) if sys.platform == "linux" else (),
+        devices=(f"cpu:{CORE}",),
         trainer=TrainerSettings(device="cpu", threads=1) if kind == "trainer" else None,
         sampler=(
             SamplerSettings(device="cpu", kv_cache_bytes=64 * 2**20, engine_process="on")
@@ -127,9 +126,8 @@ async def test_a_trainer_that_was_idle_computes_what_one_that_was_not_does(tmp_p
         one, other = [await asyncio.to_thread(computed, each) for each in (pooled, spawned)]
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
         assert '"event":"ready"' in pooled.log
-        if sys.platform == "linux":
-            assert niceness(pooled.pid) <= usual_niceness()
-            assert cores_of(pooled.pid) == {CORE}
+        assert niceness(pooled.pid) <= usual_niceness()
+        assert cores_of(pooled.pid) == {CORE}
 
 
 async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
@@ -146,6 +144,6 @@ async def test_an_engine_that_was_idle_samples_from_its_model(tmp_path, model):
         await asyncio.to_thread(sampled, pooled)
         assert '"event":"ready"' in pooled.log
         (engine,) = psutil.Process(pooled.pid).children()
-        for pid in (pooled.pid, engine.pid) if sys.platform == "linux" else ():
+        for pid in (pooled.pid, engine.pid):
             assert niceness(pid) <= usual_niceness()
             assert cores_of(pid) == {CORE}

@@ -31,8 +31,6 @@ from tandem.settings.workers import SamplerSettings
 from tests.support.ports import known_port
 from tests.support.waiting import wait_until
 
-linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own calls")
-
 DUMMY = str(Path(__file__).parents[2] / "support" / "dummy_worker.py")
 
 AT_ONCE = [(f"grpc.{bound}_reconnect_backoff_ms", 100) for bound in ("initial", "min", "max")]
@@ -70,7 +68,6 @@ def test_the_whole_group_dies_when_the_lifeline_closes():
     assert ends(worker) == -signal.SIGKILL
 
 
-@linux
 def test_a_native_call_that_keeps_the_interpreter_lock_does_not_keep_the_worker_alive():
     worker = run("hold_lifeline()\nprint('up', flush=True)\nctypes.PyDLL(None).sleep(600)")
     assert worker.stdout.readline() == b"up\n"
@@ -184,7 +181,6 @@ def test_a_report_longer_than_a_pipe_arrives_whole():
     assert WorkerReport.model_validate_json(line) == report
 
 
-@linux
 def test_a_rank_dies_with_the_worker_that_started_it():
     rank = (
         "from tandem.protocol.worker import *; import os, signal; die_with_parent(os.getppid())\n"

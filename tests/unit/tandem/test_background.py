@@ -1,14 +1,11 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 
 import pytest
 
 from tandem.protocol.background import in_background
-
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux's own priorities")
 
 
 def test_what_is_done_in_the_background_is_nice_and_the_rest_is_not():
