@@ -15,7 +15,7 @@ import psutil
 from tandem.backends.frameworks import Framework, installed_frameworks
 from tandem.backends.registry import backends_of_runs, described_frameworks
 from tandem.errors import InvalidRequest
-from tandem.protocol.devices import NO_MIG
+from tandem.protocol.devices import NO_MIG, nvidia_library
 
 NO_SUSPENDER = "nobody can suspend processes there"
 _CGROUP = Path("/sys/fs/cgroup")
@@ -76,8 +76,8 @@ def accelerators() -> tuple[Accelerator, ...]:
                 found.append(
                     Accelerator(
                         index=index,
-                        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
-                        name=_text(nvml.nvmlDeviceGetName(handle)),
+                        uuid=nvml.nvmlDeviceGetUUID(handle),
+                        name=nvml.nvmlDeviceGetName(handle),
                         memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
                     )
                 )
@@ -141,7 +141,7 @@ def free_memory_bytes() -> int:
 def driver_version() -> str:
     """Return the driver's version, such as "570.86.10", or ""."""
     with _nvml() as nvml:
-        return _text(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
+        return str(nvml.nvmlSystemGetDriverVersion()) if nvml else ""
 
 
 def driver_cuda_version() -> tuple[int, int]:
@@ -154,24 +154,12 @@ def driver_cuda_version() -> tuple[int, int]:
 @contextmanager
 def _nvml() -> Iterator[Any]:
     """Yield NVIDIA's library, or None without a driver."""
+    nvml = nvidia_library()
     try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except ImportError:
-        yield None
-        return
-    except pynvml.NVMLError:
-        yield None
-        return
-    try:
-        yield pynvml
+        yield nvml
     finally:
-        pynvml.nvmlShutdown()
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value
+        if nvml:
+            nvml.nvmlShutdown()
 
 
 def _memory_bytes() -> int:

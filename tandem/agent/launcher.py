@@ -21,7 +21,7 @@ from tandem.agent.metrics import AgentMetrics, worker_port
 from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
 from tandem.agent.scratch import ScratchFolders
-from tandem.agent.suspender import CudaCheckpoint, ProcessSuspender, uses_gpu
+from tandem.agent.suspender import CudaCheckpoint, uses_gpu
 from tandem.agent.worker_process import WorkerProcess
 from tandem.errors import (
     CannotSleep,
@@ -62,7 +62,7 @@ class ProcessLauncher:
     data_dir: Path
     command: Callable[[WorkerKind], list[str]] = default_command
     pool: Mapping[WorkerKind, int] = field(default_factory=dict)
-    suspender: ProcessSuspender = field(default_factory=CudaCheckpoint)
+    suspender: CudaCheckpoint = field(default_factory=CudaCheckpoint)
     advertised: str = ""
     logs: Path | None = None
     metrics_port: int = 0

@@ -1,9 +1,8 @@
 """Moves the GPU state of processes to host memory and back, without their help.
 
-It serves workers that cannot sleep, such as trainers with another package's backend. The agent has
-one `ProcessSuspender`: `CudaCheckpoint`. To add one, for example for a node's snapshot agent,
-implement that protocol. State never goes to disk: CRIU would end the processes, and the restored
-ones would not have the agent as their parent, or its pipes."""
+It serves workers that cannot sleep, such as trainers with another package's backend. State never
+goes to disk: CRIU would end the processes, and the restored ones would not have the agent as their
+parent, or its pipes."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tandem.agent.host import driver_version
 from tandem.errors import SuspendFailed
@@ -26,36 +24,20 @@ NVML."""
 _DEVICE = re.compile(r"/dev/nvidia(\d+|-uvm)")
 
 
-class ProcessSuspender(Protocol):
-    """Suspends and resumes processes. Both calls may be repeated.
-
-    They raise `SuspendFailed`. A process may be unusable then, so the worker must be killed."""
-
-    def why_not(self) -> str:
-        """Return why this host cannot do it, or ""."""
-        ...
-
-    async def suspend(self, pids: Sequence[int], *, timeout: float) -> None:
-        """Move all state of the processes off the GPUs. If one fails, the others continue."""
-        ...
-
-    async def resume(self, pids: Sequence[int], *, timeout: float) -> None:
-        """Restore all state to the GPUs and let the processes continue."""
-        ...
-
-
 @dataclass(frozen=True)
 class CudaCheckpoint:
-    """Implements `ProcessSuspender` with NVIDIA's program `cuda-checkpoint` (see its `--help`).
+    """Suspends and resumes processes with NVIDIA's program `cuda-checkpoint` (see its `--help`).
 
     First it locks the CUDA calls of all processes, because ranks wait for each other on their GPUs.
     Then it moves each. The program cannot restore a process that it failed to move. It refuses
-    memory that CUDA shares between processes, such as NCCL's."""
+    memory that CUDA shares between processes, such as NCCL's. Both calls may be repeated, and raise
+    `SuspendFailed`. A process may be unusable then, so the worker must be killed."""
 
     find_program: Callable[[str], str | None] = shutil.which
     driver: Callable[[], str] = driver_version
 
     def why_not(self) -> str:
+        """Return why this host cannot do it, or ""."""
         version = self.driver()
         if not version:
             return "only processes on NVIDIA devices can be suspended, and this host has none"
@@ -66,6 +48,7 @@ class CudaCheckpoint:
         return ""
 
     async def suspend(self, pids: Sequence[int], *, timeout: float) -> None:
+        """Move all state of the processes off the GPUs. If one fails, the others continue."""
         try:
             async with asyncio.timeout(timeout):
                 lock = _Move("lock", "running", ("locked", "checkpointed"), timeout)
@@ -76,6 +59,7 @@ class CudaCheckpoint:
             raise SuspendFailed(f"{why}; {await self._go_on(pids, timeout)}") from error
 
     async def resume(self, pids: Sequence[int], *, timeout: float) -> None:
+        """Restore all state to the GPUs and let the processes continue."""
         try:
             async with asyncio.timeout(timeout):
                 restore = _Move("restore", "checkpointed", ("locked", "running"))

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tandem.errors import InvalidRequest, WorkerStartFailed
 
@@ -101,6 +101,17 @@ def _ranges(cores: frozenset[int]) -> str:
     ends = [a for a, after in pairwise([*ordered, ordered[-1] + 2]) if after != a + 1]
     pairs = zip(starts, ends, strict=True)
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in pairs)
+
+
+def nvidia_library() -> Any:
+    """Return NVIDIA's library `pynvml`, or None without a driver."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    return pynvml
 
 
 def confine(device: Device) -> None:

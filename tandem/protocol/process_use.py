@@ -16,6 +16,7 @@ import psutil
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from tandem.errors import describe
+from tandem.protocol.devices import nvidia_library
 from tandem.telemetry import get_log
 
 USE_METADATA_KEY = "tandem-use"
@@ -71,7 +72,8 @@ class DeviceLoad:
             handle
             for index in range(nvml.nvmlDeviceGetCount())
             for handle in [nvml.nvmlDeviceGetHandleByIndex(index)]
-            if not names or any(_is_named(name, index, _uuid(nvml, handle)) for name in names)
+            if not names
+            or any(_is_named(name, index, nvml.nvmlDeviceGetUUID(handle)) for name in names)
         ]
         self._seen = dict.fromkeys(range(len(self._handles)), 0)
         """By device, the driver's time of the newest sample."""
@@ -203,7 +205,9 @@ class UseThread:
         """Begin to measure, or measure until now. An error is logged once."""
         try:
             if self._meter is None:
-                self._meter = UseMeter(self._devices, nvml=_nvml(self._devices))
+                on_cores = any(name.startswith("cpu:") for name in self._devices)
+                nvml = None if on_cores else nvidia_library()
+                self._meter = UseMeter(self._devices, nvml=nvml)
             else:
                 self._meter.measure()
                 self.use, self.text = self._meter.use, self._meter.use.model_dump_json()
@@ -220,26 +224,6 @@ def _device_load(nvml: Any, devices: Sequence[str]) -> DeviceLoad | None:
     except nvml.NVMLError as error:
         get_log().warning("devices_not_measured", reason=describe(error, typed=True))
         return None
-
-
-def _nvml(devices: Sequence[str]) -> Any:
-    """Return NVIDIA's library, or None for cores and without a driver."""
-    if any(name.startswith("cpu:") for name in devices):
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return None
-    return pynvml
-
-
-def _uuid(nvml: Any, handle: Any) -> str:
-    value = nvml.nvmlDeviceGetUUID(handle)
-    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _is_named(name: str, index: int, uuid: str) -> bool:

@@ -50,8 +50,8 @@ def nvmlDeviceGetUUID(handle: int) -> str:
     return _uuids()[handle].removesuffix("/MIG")
 
 
-def nvmlDeviceGetName(_handle: int) -> bytes:
-    return b"NVIDIA H200"
+def nvmlDeviceGetName(_handle: int) -> str:
+    return "NVIDIA H200"
 
 
 def nvmlDeviceGetMemoryInfo(_handle: int) -> SimpleNamespace:
