@@ -1,20 +1,10 @@
 """Client library for reinforcement learning on the public `tinker` SDK. docs/loop.md says how.
 
-`train` is the loop, and docs/design/loop.md explains its parts. The functions for advantages,
-selection and schedules know no server, and their results go into `tinker.types.Datum`. To add an
-estimator, write a function with its formula and paper in `advantages`, and list it in
-`ALGORITHMS`."""
+`train` is the loop, and docs/design/loop.md explains its parts. The functions for advantages and
+selection know no server, and their results go into `tinker.types.Datum`. To add an estimator, write
+a function with its formula and paper in `advantages`."""
 
-from tandem.rl.advantages import (
-    ALGORITHMS,
-    advantages,
-    batch_std,
-    dr_grpo,
-    grpo,
-    maxrl,
-    reward,
-    rloo,
-)
+from tandem.rl.advantages import batch_std, dr_grpo, grpo, maxrl, reward, rloo
 from tandem.rl.config import RLConfig
 from tandem.rl.evaluation import Evaluation
 from tandem.rl.loop import train, train_async
@@ -25,14 +15,12 @@ from tandem.rl.report import LoopResult
 from tandem.rl.returns import gae, reinforce_plus_plus, returns_to_go, whitened
 from tandem.rl.rewards import RewardFailed, RewardPool
 from tandem.rl.rollouts import Example
-from tandem.rl.schedule import linear_decay
 from tandem.rl.selection import dynamic_sampling, overlong_mask, soft_overlong
 from tandem.rl.sft import sft
 from tandem.rl.staleness import staleness
 from tandem.rl.supervised import SFTConfig
 
 __all__ = [
-    "ALGORITHMS",
     "OBJECTIVES",
     "DPOConfig",
     "Evaluation",
@@ -46,7 +34,6 @@ __all__ = [
     "RewardFailed",
     "RewardPool",
     "SFTConfig",
-    "advantages",
     "batch_std",
     "dpo",
     "dr_grpo",
@@ -54,7 +41,6 @@ __all__ = [
     "gae",
     "grpo",
     "kto",
-    "linear_decay",
     "maxrl",
     "objective",
     "overlong_mask",

@@ -4,8 +4,6 @@ Rewards and advantages are [groups, samples]. A row holds the answers to one pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,23 +65,3 @@ def batch_std(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
     std = rewards.std(ddof=ddof) if rewards.size > ddof else 0.0
     scaled: Floats = dr_grpo(rewards) / (std + eps)
     return scaled
-
-
-ALGORITHMS: dict[str, Callable[[Floats], Floats]] = {
-    "reward": reward,
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "maxrl": maxrl,
-    "batch_std": batch_std,
-}
-
-
-def advantages(algorithm: str, rewards: Floats) -> Floats:
-    """Return the advantages [groups, samples] of rewards [groups, samples].
-
-    Example: `advantages("reward", [[1, 0]])` is `[[1, 0]]`. Raises `ValueError` for an unknown
-    algorithm."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"unknown algorithm {algorithm!r}; known: {', '.join(ALGORITHMS)}")
-    return ALGORITHMS[algorithm](rewards)

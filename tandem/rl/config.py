@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from tandem.rl.schedule import linear_decay
-
 if TYPE_CHECKING:
     from tinker import types
 
@@ -44,13 +42,11 @@ class LoopConfig:
 
     def rate_of(self, step: int, *, last: int) -> float:
         """Return the learning rate of a step 1, 2, …, `last`."""
-        return linear_decay(
-            step=step,
-            steps=last,
-            peak=self.learning_rate,
-            final=self.final_learning_rate,
-            warmup=self.warmup_steps,
-        )
+        warmup = self.warmup_steps
+        if step <= warmup:
+            return self.learning_rate * step / (warmup + 1)
+        through = (step - 1 - warmup) / max(last - 1 - warmup, 1)
+        return self.learning_rate * (1 - through * (1 - self.final_learning_rate))
 
     def adam_of(self, step: int, *, last: int) -> types.AdamParams:
         """Return the optimizer's settings of a step 1, 2, …, `last`."""
