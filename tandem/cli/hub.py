@@ -16,7 +16,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +30,6 @@ from tandem.weights.model_store import RECORD_NAME, ModelRecord, read_record
 from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]
-Show = Callable[[int, int], None]
-"""Called about once a second with the present bytes and the total."""
 
 _TEXTS = (".json", ".txt", ".jinja", ".model")
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -81,7 +78,7 @@ class _Listing:
         return sum(self.sizes[name] for name in names)
 
 
-def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
+def add_model(wanted: Wanted, *, say: Say) -> Added:
     """Download a model unless it is present, and write its record.
 
     Raises `UserError` for a missing or invalid model, `ServerError` for a fault that may pass, and
@@ -102,10 +99,10 @@ def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
             )
         _check_folder(wanted.folder)
         with _as_sentences(wanted):
-            return _download(wanted, say=say, show=show)
+            return _download(wanted, say=say)
 
 
-def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
+def _download(wanted: Wanted, *, say: Say) -> Added:
     listing = _list_files(wanted)
     texts = [name for name in listing.sizes if _is_text(name)]
     if "config.json" not in texts:
@@ -113,7 +110,7 @@ def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
             f"{wanted.repository} is no model in the Hugging Face layout: no config.json"
         )
     _remove_rests(wanted.folder)
-    downloaded = _fetch(wanted, listing, texts, show=lambda *_: None)
+    downloaded = _fetch(wanted, listing, texts)
     notes = _check_texts(wanted, texts)
     files = [*texts, *_choose_weights(wanted, listing)]
     total = listing.total(files)
@@ -129,7 +126,7 @@ def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
             f"to spare, and {wanted.directory} has {byte_size(free)} free; free some space, or "
             "choose another --dir"
         )
-    downloaded += _fetch(wanted, listing, files, show=show)
+    downloaded += _fetch(wanted, listing, files)
     say("Comparing the files with the hub's checksums")
     _verify(wanted, listing, files)
     try:
@@ -210,26 +207,20 @@ def _read_json(wanted: Wanted, name: str) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -> int:
+def _fetch(wanted: Wanted, listing: _Listing, files: list[str]) -> int:
     """Return the downloaded bytes."""
     from glob import escape
 
     from huggingface_hub import snapshot_download
 
-    before, total = _bytes_there(wanted.folder, files), listing.total(files)
-    with ThreadPoolExecutor(1) as pool:
-        fetching = pool.submit(
-            snapshot_download,
-            wanted.repository,
-            revision=listing.commit,
-            endpoint=wanted.hub,
-            local_dir=wanted.folder,
-            allow_patterns=[escape(name) for name in files],
-        )
-        while wait([fetching], timeout=1.0).not_done:
-            show(_bytes_there(wanted.folder, files), total)
-        fetching.result()
-    show(total, total)
+    before = _bytes_there(wanted.folder, files)
+    snapshot_download(
+        wanted.repository,
+        revision=listing.commit,
+        endpoint=wanted.hub,
+        local_dir=wanted.folder,
+        allow_patterns=[escape(name) for name in files],
+    )
     return max(0, _bytes_there(wanted.folder, files) - before)
 
 
@@ -313,16 +304,15 @@ def _remove_rests(folder: Path) -> None:
 
 
 def _choose_cache(directory: Path) -> None:
-    """Configure the library before its import: a writable cache folder, no progress bars, no logs.
+    """Configure the library before its import: a writable cache folder, and no logs.
 
     In a container, the home folder may not be writable."""
     home = Path(os.environ.get("HF_HOME") or os.environ.get("HOME", "/")).absolute()
     nearest = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         os.environ["HF_HOME"] = str(directory / ".huggingface")
-    from huggingface_hub.utils import disable_progress_bars, logging
+    from huggingface_hub.utils import logging
 
-    disable_progress_bars()
     logging.set_verbosity_error()
 
 
