@@ -12,7 +12,7 @@ import typer
 from tandem.agent.host import this_host
 from tandem.cli.context import err, out, read_settings, resolve_data_dir
 from tandem.cli.up import interrupt
-from tandem.demo.configuration import ChosenObjective, DemoConfiguration
+from tandem.demo.configuration import DemoConfiguration
 from tandem.stack import Endpoint
 from tandem.stack.host_summary import usual_ranks
 
@@ -26,9 +26,6 @@ def demo(
         int | None,
         typer.Option(min=1, max=64, help="Trainer processes. Default: 1 on a GPU, 2 without."),
     ] = None,
-    objective: Annotated[
-        ChosenObjective, typer.Option(help="How the loop learns from groups of answers.")
-    ] = "reinforce",
     data_dir: Annotated[
         Path, typer.Option("--data-dir", help="Where models and the warm-up are kept.")
     ] = Path(".tandem/demo"),
@@ -65,7 +62,6 @@ def demo(
         ranks=None if endpoint else ranks or usual_ranks(read_settings(), this_host()),
         save=save,
         endpoint=endpoint,
-        objective=objective,
     )
     signal.signal(signal.SIGTERM, interrupt)
     try:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tandem import __version__
 from tandem.stack import Endpoint
-
-ChosenObjective = Literal["reinforce", "grpo"]
 
 
 class DemoConfiguration(BaseModel):
@@ -29,7 +26,6 @@ class DemoConfiguration(BaseModel):
     seed: int = 0
     ranks: int | None = None
     save: str = ""
-    objective: ChosenObjective = "reinforce"
 
     @property
     def model_name(self) -> str:

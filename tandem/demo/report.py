@@ -10,7 +10,6 @@ from typing import TypedDict
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from tandem.rl.report import StepReport, Tracked
@@ -30,13 +29,10 @@ class StepRow(TypedDict):
     seconds_train: float
     seconds_sync: float
     learning_rate: float
-    objective: str
     weight_version: str
 
 
-def row_of(
-    report: StepReport, *, learning_rate: float, objective: str, weight_version: str
-) -> StepRow:
+def row_of(report: StepReport, *, learning_rate: float, weight_version: str) -> StepRow:
     """Describe a step that sampled from `weight_version`."""
     seconds = report.seconds
     return {
@@ -48,7 +44,6 @@ def row_of(
         "seconds_train": seconds["training"],
         "seconds_sync": seconds["sync"],
         "learning_rate": learning_rate,
-        "objective": objective,
         "weight_version": weight_version,
     }
 
@@ -97,40 +92,22 @@ class LiveTable:
 
 
 class WarmUpProgress:
-    """A bar on a terminal, elsewhere a line per tenth of the steps. `record` gets all numbers."""
+    """Prints a line per tenth of the steps. `record` gets all numbers."""
 
     def __init__(self, *, console: Console, steps: int, record: Tracked) -> None:
         self._console = console
         self._record = record
         self._steps = steps
         self._started = time.monotonic()
-        self._bar = Progress(
-            TextColumn("Warm-up on imperfect examples"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}  loss {task.fields[loss]:.3f}"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("warm-up", total=steps, loss=float("nan"))
-
-    def __enter__(self) -> WarmUpProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._record.log(step, values)
-        loss = values["loss"]
-        self._bar.update(self._task, completed=step, loss=loss)
         tenth_before = (step - 1) * 10 // self._steps
-        if not self._console.is_terminal and step * 10 // self._steps > tenth_before:
+        if step * 10 // self._steps > tenth_before:
             seconds = time.monotonic() - self._started
             self._console.print(
-                f"Warm-up on imperfect examples: {step} of {self._steps} steps, loss {loss:.3f}, "
-                f"{seconds:.0f} s",
+                f"Warm-up on imperfect examples: {step} of {self._steps} steps, "
+                f"loss {values['loss']:.3f}, {seconds:.0f} s",
                 soft_wrap=True,
             )
 

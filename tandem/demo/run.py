@@ -70,7 +70,7 @@ class _Demo:
         self._directory = RunDirectory(configuration.out)
         seed = configuration.seed
         self._warm_up_config = replace(WARM_UP, seed=seed)
-        self._config = replace(REINFORCEMENT, seed=seed, objective=configuration.objective)
+        self._config = replace(REINFORCEMENT, seed=seed)
         self._loops = {
             "warm-up": self._warm_up_config.to_record(total_steps=WARM_UP_STEPS),
             "reinforcement": self._config.to_record(total_steps=self._config.steps),
@@ -91,7 +91,6 @@ class _Demo:
             if name := configuration.save:
                 saved = str(client.save_weights_for_sampler(name).result().path)
         total = time.monotonic() - self._started
-        objective, seed = configuration.objective, configuration.seed
         rewards = [step.reward for step in result.steps]
         greedy = result.evaluations[-1].reward
         summary: dict[str, object] = {
@@ -103,12 +102,12 @@ class _Demo:
             "seconds_ready": round(self._ready, 2),
             "seconds_warm_up": round(self._warmed_up, 2),
             "warm_up_reused": reused,
-            "seed": seed,
+            "seed": configuration.seed,
             "ranks": self._ranks,
-            "objective": objective,
             "versions": versions(),
         }
-        self._directory.draw_rewards(rewards, title=f"One-digit addition, {objective}, seed {seed}")
+        title = f"One-digit addition, {self._config.objective}, seed {configuration.seed}"
+        self._directory.draw_rewards(rewards, title=title)
         self._directory.write_json("summary.json", summary)
         if saved is not None:
             self._say(f"The trained weights are kept as {saved}")
@@ -176,10 +175,8 @@ class _Demo:
         config = self._warm_up_config
         examples = imperfect(WARM_UP_STEPS * config.batch_size, seed=config.seed)
         started = time.monotonic()
-        with (
-            self._track(client, "warm-up") as record,
-            WarmUpProgress(console=self._console, steps=WARM_UP_STEPS, record=record) as progress,
-        ):
+        with self._track(client, "warm-up") as record:
+            progress = WarmUpProgress(console=self._console, steps=WARM_UP_STEPS, record=record)
             sft(client, examples, config, tokenizer=tokenizer, tracked=progress)
         path = str(client.save_state(configuration.warm_up_name, overwrite=True).result().path)
         self._warmed_up = time.monotonic() - started
@@ -221,7 +218,6 @@ class _Demo:
                 row = row_of(
                     report,
                     learning_rate=config.rate_of(report.step, last=config.steps),
-                    objective=config.objective,
                     weight_version=_weight_version(_status(http), run=client.model_id),
                 )
                 table.add_step(row)

@@ -89,15 +89,14 @@ class _Record:
 
 
 @pytest.mark.parametrize("steps", [7, 250])
-def test_without_a_terminal_the_warm_up_says_now_and_then_how_far_it_is(steps: int) -> None:
+def test_the_warm_up_says_now_and_then_how_far_it_is(steps: int) -> None:
     said, record = StringIO(), _Record()
-    with WarmUpProgress(console=Console(file=said), steps=steps, record=record) as progress:
-        for step in range(1, steps + 1):
-            progress.log(step, {"loss": 1.5})
+    progress = WarmUpProgress(console=Console(file=said), steps=steps, record=record)
+    for step in range(1, steps + 1):
+        progress.log(step, {"loss": 1.5})
     lines = [line for line in said.getvalue().splitlines() if line]
     assert len(lines) == min(steps, 10)
     assert f"{steps} of {steps} steps, loss 1.500" in lines[-1]
-    assert "\x1b" not in said.getvalue()
     assert record.steps == list(range(1, steps + 1))
 
 
