@@ -16,8 +16,8 @@ from rich.console import Console
 
 from benchmarks.record import machine, save
 from tandem.rl import Example, RLConfig, train_async
-from tandem.rl.policy import EngineLoad
 from tandem.rl.rollouts import Turn
+from tandem.rl.server import EngineLoad
 
 _TICK = 0.01
 
@@ -76,7 +76,7 @@ class _FarPolicy:
         return groups
 
     async def load(self) -> EngineLoad:
-        return EngineLoad(running=self.running, waiting=0, kv_used=0.5)
+        return EngineLoad(waiting=0, kv_used=0.5)
 
 
 async def _reward(_example: Example, answer: str) -> float:

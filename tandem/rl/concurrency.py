@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from tandem.rl.policy import EngineLoad, Policy
+from tandem.rl.policy import Policy
+from tandem.rl.server import EngineLoad
 
 FULL = 0.9
 """The used share of the KV cache from which no rollout is added."""

@@ -9,13 +9,13 @@ import asyncio
 import inspect
 import warnings
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, Unpack, runtime_checkable
 
 import numpy as np
 
 from tandem.rl.rollouts import Group, SampleSettings, Turn
-from tandem.rl.server import TandemServer, find_server
+from tandem.rl.server import EngineLoad, TandemServer, find_server
 
 if TYPE_CHECKING:
     import tinker
@@ -32,16 +32,6 @@ _LOAD_SECONDS = 600.0
 
 class SyncTimedOut(TimeoutError):
     """The samplers did not get the new weights within `sync_timeout`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineLoad:
-    """`running` and `waiting` count requests. `kv_used` is the used share of the KV cache, 0 to
-    1."""
-
-    running: int
-    waiting: int
-    kv_used: float
 
 
 class RolloutSampler(Protocol):
@@ -186,8 +176,7 @@ class TinkerPolicy:
     async def load(self) -> EngineLoad | None:
         if (server := await self._find_server()) is None:
             return None
-        found = await asyncio.to_thread(server.load)
-        return None if found is None else EngineLoad(**found)
+        return await asyncio.to_thread(server.load)
 
     async def track(self, *, name: str, tags: Sequence[str], config: Mapping[str, object]) -> Any:
         """Return `tandem.track` of the run, or None if its gateway is not Tandem's."""

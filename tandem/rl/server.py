@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tandem.errors import describe
@@ -15,6 +16,14 @@ if TYPE_CHECKING:
 
 _IDS = 100
 """Requests whose versions are asked for at once. An address has a limited length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """`waiting` counts requests. `kv_used` is the used share of the KV cache, 0 to 1."""
+
+    waiting: int
+    kv_used: float
 
 
 class TandemServer:
@@ -42,21 +51,12 @@ class TandemServer:
                 }
         return found
 
-    def load(self) -> dict[str, Any] | None:
-        """Return the `running` and `waiting` requests and `kv_used` of the run's engines, None
-        unless one is awake."""
+    def load(self) -> EngineLoad | None:
+        """Return the load of the run's engines, None unless one is awake."""
         answer = self._get(f"samplers/{self._run_id}")
-        if answer is None:
+        if answer is None or all(each["running"] is None for each in answer["engines"]):
             return None
-        engines = [each["running"] for each in answer["engines"]]
-        awake = [running for running in engines if running is not None]
-        if not awake:
-            return None
-        return {
-            "running": sum(awake),
-            "waiting": answer["waiting"],
-            "kv_used": answer["kv_used"],
-        }
+        return EngineLoad(waiting=answer["waiting"], kv_used=answer["kv_used"])
 
     def newest_step(self) -> int | None:
         """Return the trainer's optimizer step, with those of a loaded checkpoint. None if the

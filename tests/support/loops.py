@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tandem.rl import Example, RLConfig
-from tandem.rl.policy import EngineLoad
 from tandem.rl.rollouts import Group, Turn
+from tandem.rl.server import EngineLoad
 
 
 class NumberTokenizer:

@@ -12,13 +12,11 @@ class ScriptedPolicy:
         self.answers = answers
         self.prompts: list[tuple[int, ...]] = []
         self.seeds: list[int | None] = []
-        self.rooms: list[int] = []
 
     async def sample(self, prompt, *, n, max_tokens, temperature, seed, stop):
         assert n == 1
         self.prompts.append(tuple(prompt))
         self.seeds.append(seed)
-        self.rooms.append(max_tokens)
         return [self.answers[len(self.prompts) - 1]]
 
 

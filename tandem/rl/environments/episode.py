@@ -52,7 +52,6 @@ async def rollout(
     renderer: Renderer,
     max_tokens: int,
     max_turns: int = 32,
-    max_length: int | None = None,
     temperature: float = 1.0,
     seed: int | None = None,
     stop: Stop = None,
@@ -60,9 +59,8 @@ async def rollout(
     """Run one episode, close it, and return its turns with the sum of its rewards.
 
     The prompt of a turn is the previous prompt, the sampled tokens, and the tokens of the new
-    observation. No token is rendered or tokenised again. `max_tokens` bounds an answer, and
-    `max_length` the tokens of the whole episode. The field `ended` is "done", "max_turns" or
-    "max_length"."""
+    observation. No token is rendered or tokenised again. `max_tokens` bounds an answer. The field
+    `ended` is "done" or "max_turns"."""
     prompt: list[int] = []
     turns: list[Turn] = []
     fields: dict[str, object] = {}
@@ -74,14 +72,10 @@ async def rollout(
         observation = renderer.prompt(first, tools=getattr(environment, "schemas", ()))
         while len(turns) < max_turns:
             prompt += observation
-            room = max_tokens if max_length is None else min(max_tokens, max_length - len(prompt))
-            if room < 1:
-                ended = "max_length"
-                break
             [answer] = await sample(
                 tuple(prompt),
                 n=1,
-                max_tokens=room,
+                max_tokens=max_tokens,
                 temperature=temperature,
                 seed=_seed_of_turn(seed, len(turns)),
                 stop=stop,
@@ -96,11 +90,6 @@ async def rollout(
                 ended = "done"
                 break
             observation = renderer.follow(answer, step.observation)
-    if not turns:
-        raise ValueError(
-            f"the first prompt has {len(prompt)} tokens and max_length is {max_length}: "
-            "no room is left for an answer"
-        )
     fields |= {"turns": len(turns), "ended": ended}
     return Rollout(turns=tuple(turns), reward=reward, text=text, fields=fields)
 

@@ -5,12 +5,12 @@ import asyncio
 import pytest
 
 from tandem.rl.concurrency import Concurrency
-from tandem.rl.policy import EngineLoad
+from tandem.rl.server import EngineLoad
 from tests.support.virtual_time import in_virtual_time, now
 
-IDLE = EngineLoad(running=10, waiting=0, kv_used=0.3)
-FULL = EngineLoad(running=10, waiting=0, kv_used=0.95)
-CROWDED = EngineLoad(running=10, waiting=3, kv_used=0.5)
+IDLE = EngineLoad(waiting=0, kv_used=0.3)
+FULL = EngineLoad(waiting=0, kv_used=0.95)
+CROWDED = EngineLoad(waiting=3, kv_used=0.5)
 
 
 async def occupied(concurrency: Concurrency, count: int) -> list[asyncio.Task[None]]:

@@ -18,7 +18,6 @@ from tandem.rl.environments import (
     parse_tool_calls,
     rollout,
 )
-from tandem.rl.environments.calculator import CalculatorEnvironment, calculate, products
 from tandem.rl.environments.tools import MAX_CALLS, MAX_CHARACTERS
 from tandem.rl.rollouts import Example
 from tests.support.chat_tokenizers import chat_tokenizer
@@ -232,32 +231,32 @@ async def test_observations_fit_the_prompt():
     assert await observation("Q") == f"\n{block}\n"
 
 
-def test_the_calculator_computes_and_runs_no_code():
-    assert calculate("(3 + 4) * -12") == -84
-    for wrong in ("__import__('os')", "2 ** 9", "1.5", "True", "1" * 300, "abs(1)"):
-        with pytest.raises((ValueError, SyntaxError)):
-            calculate(wrong)
+class Sums(ToolEnvironment):
+    """The reward is 1 for the right sum after a call of the tool."""
+
+    def __init__(self) -> None:
+        super().__init__([add])
+
+    async def score(self, example: Example, answer: str) -> float:
+        return float(answer == example.data["answer"] and "add" in self.calls)
 
 
 @pytest.mark.parametrize(("uses_the_tool", "reward"), [(True, 1.0), (False, 0.0)])
-async def test_the_right_product_needs_the_calculator(uses_the_tool, reward):
+async def test_a_reward_may_depend_on_the_calls(uses_the_tool, reward):
     tokenizer = chat_tokenizer("chatml")
-    [example] = products(1, seed=3)
-    left, right = map(int, example.prompt[0]["content"].split("?")[0].split()[2::2])
-    use = call("calculate", expression=f"{left} * {right}")
-    texts = [use] * uses_the_tool + [f"It is {left * right}."]
+    example = Example(CHAT.prompt, {"answer": "It is 7."})
+    texts = [call("add", left=3, right=4)] * uses_the_tool + ["It is 7."]
     policy = ScriptedPolicy([turn(tokenizer.encode(f"{text}<|im_end|>")) for text in texts])
 
     found = await rollout(
-        CalculatorEnvironment(),
+        Sums(),
         example,
         sample=policy.sample,
         renderer=Renderer(tokenizer),
         max_tokens=200,
     )
 
-    assert found.reward == reward
-    assert found.text == f"It is {left * right}."
+    assert (found.reward, found.text) == (reward, "It is 7.")
     shown = tokenizer.decode(list(policy.prompts[-1]))
-    assert '"name": "calculate"' in shown  # the schema
-    assert (f"<|im_start|>tool\n{left * right}<|im_end|>" in shown) == uses_the_tool
+    assert '"name": "add"' in shown  # the schema
+    assert ("<|im_start|>tool\n7<|im_end|>" in shown) == uses_the_tool
