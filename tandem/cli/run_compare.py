@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from string import ascii_uppercase
 from typing import Annotated, Any
 
-import orjson
 import typer
 
 from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say
@@ -14,6 +13,7 @@ from tandem.cli.run_charts import number, overlay_chart, points_of
 from tandem.cli.run_names import run_in_url
 from tandem.cli.run_values import (
     SERVER,
+    as_text,
     done,
     flat,
     full_name,
@@ -67,7 +67,7 @@ def compare(
     _show("", letters, [*_about(found, best), *_last_values(found)])
     if differing:
         say("")
-        rows = [(name, *map(_written, values)) for name, values in differing.items()]
+        rows = [(name, *map(as_text, values)) for name, values in differing.items()]
         _show("configuration", letters, rows)
     else:
         say("\nTheir configurations are equal.")
@@ -122,10 +122,6 @@ def _differences(runs: Sequence[Row]) -> dict[str, list[object]]:
     names = sorted({name for config in configs for name in config})
     found = {name: [config.get(name, _ABSENT) for config in configs] for name in names}
     return {name: values for name, values in found.items() if any(v != values[0] for v in values)}
-
-
-def _written(value: object) -> str:
-    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _show(heading: str, letters: str, rows: Sequence[Sequence[object]]) -> None:

@@ -14,7 +14,7 @@ import typer
 from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say, say_aside, watch
 from tandem.cli.run_charts import bar_chart, number, points_of
 from tandem.cli.run_names import RunArgument, run_in_url
-from tandem.cli.run_values import SERVER, done, flat, full_name, main_metric, read_curves
+from tandem.cli.run_values import SERVER, as_text, done, flat, full_name, main_metric, read_curves
 from tandem.cli.tables import Column, moment, printable, show_table
 
 _CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
@@ -122,8 +122,7 @@ def _say_about(about: Row, answer: Row) -> None:
     if config := about["config"]:
         say("configuration:")
         for name, value in flat(config).items():
-            text = value if isinstance(value, str) else orjson.dumps(value).decode()
-            say(printable(f"  {name} = {text}"))
+            say(printable(f"  {name} = {as_text(value)}"))
     if engines := answer["engines"]:
         leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
         say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+import orjson
+
 from tandem.cli.context import Row, call
 from tandem.cli.run_charts import number
 from tandem.cli.tables import duration
@@ -76,6 +78,11 @@ def done(run: Row) -> str:
     percent = f"{math.floor(progress['percent'])} %"
     left = progress["eta_seconds"]
     return f"{percent}, {duration(left)}" if left and run["state"] != "ended" else percent
+
+
+def as_text(value: object) -> str:
+    """Return a value of a configuration: text as it is, others as JSON."""
+    return value if isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def flat(config: object, prefix: str = "") -> dict[str, object]:

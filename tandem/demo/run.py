@@ -48,6 +48,7 @@ Status = dict[str, list[dict[str, str]]]
 _SHOWN = ("0+1=", "3+7=", "5+5=", "6+8=", "9+9=")
 _WARM_UPS = "warm-ups.json"
 _PATIENCE = 120.0
+_READY_SECONDS = 300.0
 
 
 def run_demo(configuration: DemoConfiguration, *, console: Console) -> dict[str, object]:
@@ -312,16 +313,16 @@ def _remember(configuration: DemoConfiguration, path: str) -> None:
     partial.rename(file)  # an interrupted demo leaves the old list
 
 
-def wait_ready(endpoint: Endpoint, *, timeout: float = 300) -> None:
-    """Raises `WorkerStartFailed` after `timeout` seconds."""
-    deadline = time.monotonic() + timeout
+def wait_ready(endpoint: Endpoint) -> None:
+    """Raises `WorkerStartFailed` after five minutes."""
+    deadline = time.monotonic() + _READY_SECONDS
     with endpoint.client() as client:
         while time.monotonic() < deadline:
             workers = _status(client)["workers"]
             if workers and all(worker["state"] == "ready" for worker in workers):
                 return
             time.sleep(0.1)
-    raise WorkerStartFailed(f"the workers were not ready within {timeout:.0f} s")
+    raise WorkerStartFailed(f"the workers were not ready within {_READY_SECONDS:.0f} s")
 
 
 def _status(client: httpx.Client) -> Status:

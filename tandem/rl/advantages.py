@@ -49,19 +49,19 @@ def rloo(rewards: Floats) -> Floats:
     return scaled
 
 
-def maxrl(rewards: Floats, *, eps: float = 1e-6) -> Floats:
-    """A_i = (R_i - mean) / (mean + eps), within a group (MaxRL, arXiv 2602.02710).
+def maxrl(rewards: Floats) -> Floats:
+    """A_i = (R_i - mean) / (mean + 1e-6), within a group (MaxRL, arXiv 2602.02710).
 
     With rewards of 0 and 1, a rarer right answer counts more."""
     means = rewards.mean(axis=1, keepdims=True)
-    scaled: Floats = (rewards - means) / (means + eps)
+    scaled: Floats = (rewards - means) / (means + 1e-6)
     return scaled
 
 
-def batch_std(rewards: Floats, *, eps: float = 1e-4, ddof: int = 1) -> Floats:
-    """A_i = (R_i - mean of the group) / (std of the whole batch + eps) (arXiv 2508.08221).
+def batch_std(rewards: Floats) -> Floats:
+    """A_i = (R_i - mean of the group) / (std of the whole batch + 1e-4) (arXiv 2508.08221).
 
     Unlike a group's own deviation, this does not amplify groups that nearly agree."""
-    std = rewards.std(ddof=ddof) if rewards.size > ddof else 0.0
-    scaled: Floats = dr_grpo(rewards) / (std + eps)
+    std = rewards.std(ddof=1) if rewards.size > 1 else 0.0
+    scaled: Floats = dr_grpo(rewards) / (std + 1e-4)
     return scaled

@@ -7,9 +7,8 @@ import inspect
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Self, TypeAlias, TypeGuard, TypeVar, cast
+from typing import Any, TypeAlias, TypeGuard, TypeVar, cast
 
 from tandem.errors import describe
 from tandem.rl.concurrency import Concurrency
@@ -17,7 +16,7 @@ from tandem.rl.config import RLConfig
 from tandem.rl.environments import Environment, Renderer, rollout
 from tandem.rl.policy import RolloutSampler
 from tandem.rl.rewards import Reward, RewardFailed, RewardPool, Scorer
-from tandem.rl.rollouts import Example, Group, Rollout, Stop, Turn
+from tandem.rl.rollouts import Example, Group, Rollout, Turn
 from tandem.rl.tasks import all_of
 
 Result = TypeVar("Result")
@@ -56,29 +55,6 @@ async def open_rewards(
         yield pool
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How to sample an example: `count` rollouts, each within `timeout` seconds."""
-
-    count: int
-    max_tokens: int
-    temperature: float
-    stop: Stop
-    seed: int
-    timeout: float
-
-    @classmethod
-    def of_config(cls, config: RLConfig) -> Self:
-        return cls(
-            count=config.group_size,
-            max_tokens=config.max_tokens,
-            temperature=config.temperature,
-            stop=config.stop,
-            seed=config.seed,
-            timeout=config.rollout_timeout,
-        )
-
-
 class Collector:
     """Samples and scores the rollouts of examples, with a reward or with environments.
 
@@ -87,28 +63,28 @@ class Collector:
 
     def __init__(
         self,
-        sampling: Sampling,
+        config: RLConfig,
         rewards: Scorer | MakeEnvironment,
         renderer: Renderer,
         concurrency: Concurrency,
     ) -> None:
         self.dropped: Counter[str] = Counter()
         self.last_failure = ""
-        self._sampling = sampling
+        self._config = config
         self._rewards = rewards
         self._renderer = renderer
         self._concurrency = concurrency
 
-    def with_sampling(self, sampling: Sampling, concurrency: Concurrency) -> Collector:
+    def with_config(self, config: RLConfig, concurrency: Concurrency) -> Collector:
         """Return another collector with the same rewards or environments."""
-        return Collector(sampling, self._rewards, self._renderer, concurrency)
+        return Collector(config, self._rewards, self._renderer, concurrency)
 
     async def group(
         self, number: int, example: Example, attempt: int, sampler: RolloutSampler
     ) -> Group:
         """Sample and score `example`. The samples depend on the weights, the number and the
         attempt alone."""
-        seeds = (self._sampling.seed, number, attempt)
+        seeds = (self._config.seed, number, attempt)
         if callable(self._rewards):
             found = await self._episodes(self._rewards, example, seeds, sampler)
         else:
@@ -119,18 +95,18 @@ class Collector:
     async def _answers(
         self, scorer: Scorer, example: Example, seeds: tuple[int, ...], sampler: RolloutSampler
     ) -> Sequence[Rollout | None]:
-        sampling = self._sampling
+        config = self._config
 
         async def sample() -> list[Turn]:
             clock = asyncio.get_running_loop().time
             started = clock()
             turns = await sampler.sample(
                 self._renderer.prompt(example.prompt),
-                n=sampling.count,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
+                n=config.group_size,
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
                 seed=sample_seed(*seeds),
-                stop=sampling.stop,
+                stop=config.stop,
             )
             longest = max((len(turn.tokens) for turn in turns), default=0)
             self._concurrency.note_latency(clock() - started, longest)
@@ -144,7 +120,7 @@ class Collector:
                 return None
             return Rollout(turns=[turn], reward=reward, text=text)
 
-        turns = await self._attempted(sample(), sampling.count, "sample")
+        turns = await self._attempted(sample(), config.group_size, "sample")
         return await all_of([scored(turn) for turn in turns or ()])
 
     async def _episodes(
@@ -154,7 +130,7 @@ class Collector:
         seeds: tuple[int, ...],
         sampler: RolloutSampler,
     ) -> Sequence[Rollout | None]:
-        sampling = self._sampling
+        config = self._config
 
         async def episode(index: int) -> Rollout:
             return await rollout(
@@ -162,14 +138,17 @@ class Collector:
                 example,
                 sample=sampler.sample,
                 renderer=self._renderer,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
+                max_tokens=config.max_tokens,
+                temperature=config.temperature,
                 seed=sample_seed(*seeds, index),
-                stop=sampling.stop,
+                stop=config.stop,
             )
 
         return await all_of(
-            [self._attempted(episode(index), 1, "environment") for index in range(sampling.count)]
+            [
+                self._attempted(episode(index), 1, "environment")
+                for index in range(config.group_size)
+            ]
         )
 
     async def _attempted(
@@ -179,13 +158,14 @@ class Collector:
         ones."""
         try:
             async with self._concurrency.rollouts(count):
-                async with asyncio.timeout(self._sampling.timeout) as limit:
+                async with asyncio.timeout(self._config.rollout_timeout) as limit:
                     return await wait
         except RewardFailed:
             raise
         except Exception as error:  # noqa: BLE001 - it costs only these rollouts
             if isinstance(error, TimeoutError) and limit.expired():
-                late = f"a rollout took longer than {self._sampling.timeout:g} s (rollout_timeout)"
+                seconds = self._config.rollout_timeout
+                late = f"a rollout took longer than {seconds:g} s (rollout_timeout)"
                 self._drop("timeout", count, late)
             else:
                 self._drop(reason, count, describe(error, typed=True))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from tandem.errors import describe
-from tandem.rl.collector import Collector, Sampling
+from tandem.rl.collector import Collector
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.policy import RolloutSampler
@@ -64,10 +64,11 @@ class Evaluations:
         note: Callable[[Score], None],
     ) -> None:
         self._evaluation = evaluation
-        self._collector = collector.with_sampling(
+        self._collector = collector.with_config(
             replace(
-                Sampling.of_config(config),
-                count=evaluation.samples,
+                config,
+                group_size=evaluation.samples,
+                substeps=1,
                 temperature=evaluation.temperature,
                 max_tokens=evaluation.max_tokens or config.max_tokens,
             ),

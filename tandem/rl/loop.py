@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from tandem.rl.collector import Collector, MakeEnvironment, Sampling, open_rewards
+from tandem.rl.collector import Collector, MakeEnvironment, open_rewards
 from tandem.rl.concurrency import Concurrency
 from tandem.rl.config import RLConfig
 from tandem.rl.environments import Renderer
@@ -131,9 +131,7 @@ class _Loop:
         self._objective, self._reference = objective, reference
         self._tracked, self._renderer, self._on_step = tracked, renderer, on_step
         self._concurrency = Concurrency(config.max_concurrency)
-        self._collector = Collector(
-            Sampling.of_config(config), rewards, renderer, self._concurrency
-        )
+        self._collector = Collector(config, rewards, renderer, self._concurrency)
         self._producer = Producer(
             order,
             partial(self._collector.group, sampler=policy),

@@ -29,28 +29,25 @@ Aggregation = Literal["token_sum", "token_mean", "seq_mean_token_mean", "constan
 
 _LARGEST_LOG_RATIO = 20.0
 """The server's losses have the same bound."""
+_REFERENCE_REQUESTS, _REFERENCE_SECONDS = 64, 1800.0
+"""Bounds of one batch: requests under way, and its time."""
 
 
 class Reference:
     """A policy that scores rollouts: a frozen reference, or a teacher.
 
     `client` is a sampling client of the base model, of a checkpoint, or of another model with the
-    same tokens. `concurrency` bounds requests under way, and `timeout` is for a batch, in
-    seconds."""
+    same tokens."""
 
-    def __init__(
-        self, client: tinker.SamplingClient, *, concurrency: int = 64, timeout: float = 1800.0
-    ) -> None:
+    def __init__(self, client: tinker.SamplingClient) -> None:
         self._client = client
-        self._concurrency = concurrency
-        self._timeout = timeout
 
     async def logprobs(self, sequences: Sequence[Sequence[int]]) -> list[Floats]:
         """Return the log probabilities of sequences [tokens]: each [tokens - 1], from the second
-        token on. Raises `TimeoutError`."""
+        token on. Raises `TimeoutError` after half an hour."""
         from tinker import types
 
-        places = asyncio.Semaphore(self._concurrency)
+        places = asyncio.Semaphore(_REFERENCE_REQUESTS)
 
         async def score(tokens: Sequence[int]) -> Floats:
             async with places:
@@ -59,7 +56,7 @@ class Reference:
                 )
             return np.asarray(found[1:], np.float64)
 
-        async with asyncio.timeout(self._timeout):
+        async with asyncio.timeout(_REFERENCE_SECONDS):
             return await all_of([score(tokens) for tokens in sequences])
 
 

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import to_json
 from typing_extensions import TypedDict
 
+from tandem.rl.environments.chat import are_messages
 from tandem.rl.environments.episode import Step
 from tandem.rl.rollouts import Example, Prompt
 
@@ -227,7 +228,7 @@ class ToolEnvironment:
 
     def _observation(self, results: Sequence[tuple[str, str]]) -> Prompt:
         prompt = self.example.prompt
-        chat = not isinstance(prompt, str) and prompt and isinstance(prompt[0], Mapping)
+        chat = are_messages(prompt)
         if chat and self._role == "tool":
             return [{"role": "tool", "name": name, "content": text} for name, text in results]
         blocks = (f"<tool_response>\n{text}\n</tool_response>" for _name, text in results)
