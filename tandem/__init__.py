@@ -11,34 +11,19 @@ users need it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from tandem.tracking.exporters import Exporter
-    from tandem.tracking.run import TrackedRun
+from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
+__all__ = ["__version__", "track"]
 
+if TYPE_CHECKING:
+    from tandem.tracking.run import track
+else:
 
-def track(
-    policy: Any,
-    *,
-    name: str | None = None,
-    tags: Sequence[str] | None = None,
-    config: Mapping[str, Any] | None = None,
-    to: Sequence[str | Exporter] = (),
-    url: str | None = None,
-    api_key: str | None = None,
-) -> TrackedRun:
-    """Name a run and record its metrics and rollouts, in the background.
+    def __getattr__(name: str) -> object:
+        """Import `track` at its first use: workers do without its libraries."""
+        if name != "track":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from tandem.tracking.run import track
 
-    `policy` is a `tinker.TrainingClient`, or the id of a run. With an id, `url` and `api_key` are
-    by default TINKER_BASE_URL and TINKER_API_KEY. `config["total_steps"]` makes the progress known.
-    `to` has `"wandb"`, `"tensorboard"` or an `Exporter`. Raises a `UserError` for the gateway's
-    refusal, and for a missing package. docs/tracking.md has examples."""
-    from tandem.tracking.run import start_tracking
-
-    return start_tracking(
-        policy, name=name, tags=tags, config=config, to=to, url=url, api_key=api_key
-    )
+        return track

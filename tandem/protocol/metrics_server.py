@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -82,7 +81,7 @@ class MetricsServer:
 
     def _answer(self, head: bytes) -> bytes:
         first, *lines = head.decode("latin-1").split("\r\n")
-        method, _, target = first.partition(" ")
+        target = first.partition(" ")[2]
         headers = [
             (name.strip().lower(), value.strip())
             for name, colon, value in (line.partition(":") for line in lines)
@@ -97,28 +96,15 @@ class MetricsServer:
             return _response(HTTPStatus.MISDIRECTED_REQUEST, sentence.encode())
         if target.partition(" ")[0].partition("?")[0] != "/metrics":
             return _response(HTTPStatus.NOT_FOUND, b"the metrics are at /metrics")
-        if method not in ("GET", "HEAD"):
-            allow = {"allow": "GET, HEAD"}
-            return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"use GET", headers=allow)
         encode, kind = choose_encoder(dict(headers).get("accept", ""))
-        return _response(
-            HTTPStatus.OK, encode(self._registry), kind=kind, with_body=method == "GET"
-        )
+        return _response(HTTPStatus.OK, encode(self._registry), kind=kind)
 
 
-def _response(
-    status: HTTPStatus,
-    body: bytes,
-    *,
-    kind: str = _TEXT,
-    headers: Mapping[str, str] | None = None,
-    with_body: bool = True,
-) -> bytes:
+def _response(status: HTTPStatus, body: bytes, *, kind: str = _TEXT) -> bytes:
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
         f"content-type: {kind}",
         f"content-length: {len(body)}",
         "connection: close",
-        *(f"{name}: {value}" for name, value in (headers or {}).items()),
     ]
-    return "\r\n".join([*lines, "", ""]).encode() + (body if with_body else b"")
+    return "\r\n".join([*lines, "", ""]).encode() + body

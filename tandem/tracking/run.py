@@ -190,7 +190,7 @@ class TrackedRun:
             self._warnings.warn_once(state, f"the record of {self.run_id} is {state} rows")
 
 
-def start_tracking(
+def track(
     policy: Any,
     *,
     name: str | None = None,
@@ -200,7 +200,12 @@ def start_tracking(
     url: str | None = None,
     api_key: str | None = None,
 ) -> TrackedRun:
-    """Implements `tandem.track`."""
+    """Name a run and record its metrics and rollouts, in the background.
+
+    `policy` is a `tinker.TrainingClient`, or the id of a run. With an id, `url` and `api_key` are
+    by default TINKER_BASE_URL and TINKER_API_KEY. `config["total_steps"]` makes the progress known.
+    `to` has `"wandb"`, `"tensorboard"` or an `Exporter`. Raises a `UserError` for the gateway's
+    refusal, and for a missing package. docs/tracking.md has examples."""
     run_id = policy if isinstance(policy, str) else getattr(policy, "model_id", None)
     if not run_id:
         raise UserError("tandem.track takes a TrainingClient or the id of a run")

@@ -17,7 +17,7 @@ import torch
 import tandem
 from tandem.errors import UnknownRun, UserError
 from tandem.tracking.outbox import MetricRow
-from tandem.tracking.run import TrackedRun, start_tracking
+from tandem.tracking.run import TrackedRun
 from tandem.tracking.values import as_number, encoded, snapshot
 from tests.support.waiting import wait_until
 
@@ -491,7 +491,7 @@ def test_track_takes_a_runs_id_with_the_environments_address_and_key(served, mon
 def test_track_raises_the_gateways_refusal(served, gateway):
     gateway.answer = refuse(404, "unknown_run")
     with pytest.raises(UnknownRun, match="no"):
-        start_tracking(RUN, name="addition", url="http://gateway", api_key="tml-1")
+        tandem.track(RUN, name="addition", url="http://gateway", api_key="tml-1")
 
 
 def test_track_goes_on_without_an_answer_and_names_the_run_later(
@@ -499,7 +499,7 @@ def test_track_goes_on_without_an_answer_and_names_the_run_later(
 ):
     monkeypatch.setattr("tandem.tracking.run._IDENTITY_SECONDS", 0.1)
     gateway.answer = unreachable
-    run = start_tracking(RUN, name="addition", url="http://gateway", api_key="tml-1")
+    run = tandem.track(RUN, name="addition", url="http://gateway", api_key="tml-1")
     gateway.answer = lambda body: httpx.Response(200, json={})
     gateway.requests.clear()
     assert run.flush() and len(warnings()) == 1
