@@ -84,19 +84,13 @@ class KubernetesSettings(BaseSettings):
     )
 
 
-class _DeviceChoice(BaseModel):
-    """The devices that a claim requests."""
+class DeviceAlternative(BaseModel):
+    """One of a claim's possible device choices."""
 
     model_config = ConfigDict(extra="forbid")
 
-    device_class: str = Field(max_length=253, pattern=f"{_SUBDOMAIN}|^$")
-    selectors: list[Selector] = Field(default_factory=list, max_length=32)
-
-
-class DeviceAlternative(_DeviceChoice):
-    """One of a claim's possible device choices."""
-
     device_class: str = Field(max_length=253, pattern=_SUBDOMAIN)
+    selectors: list[Selector] = Field(default_factory=list, max_length=32)
 
 
 class DeviceSharing(BaseModel):
@@ -119,11 +113,13 @@ class DeviceSharing(BaseModel):
         return value
 
 
-class ClaimPoolSettings(_DeviceChoice):
+class ClaimPoolSettings(BaseModel):
     """A pool of `TANDEM_CLAIM_POOLS`: device groups that are one ResourceClaim each.
 
     Example: `{"name": "train", "roles": ["trainer"], "claims": 4, "device_class": "gpu.nvidia.com",
     "devices": 8}` makes the groups `train-0` to `train-3`, of 8 GPUs each."""
+
+    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(max_length=40, pattern=_LABEL)
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
@@ -135,6 +131,7 @@ class ClaimPoolSettings(_DeviceChoice):
         description="The DeviceClass (empty, without alternatives: no claims, and workers "
         "use the CPU).",
     )
+    selectors: list[Selector] = Field(default_factory=list, max_length=32)
     devices: int = Field(
         1,
         ge=1,
