@@ -332,7 +332,7 @@ class Gateway:
             registry=self.jobs, models=self.models, versions=self.versions, groups=self.groups
         )
         self.runs.others_of = self.jobs.count_of
-        self.budgets.on_exhausted = self._end_of_owner
+        self.budgets.on_exhausted = self.end_due
         self.admission = OperationAdmission(
             runs=self.runs, journal=self.journal, database=database, limits=self.limits
         )
@@ -434,9 +434,10 @@ class Gateway:
             task = self._ending[session_id] = asyncio.create_task(end, name=f"end-{session_id}")
             task.add_done_callback(ended)
 
-    def _end_of_owner(self, owner: str) -> None:
-        self.runs.end_of_owner(owner)
-        self.jobs.end_of_owner(owner)
+    def end_due(self) -> None:
+        """Begin the ends of runs and jobs with a passed deadline or a used-up budget."""
+        self.runs.end_due()
+        self.jobs.end_due()
 
     def write_usage(self) -> None:
         """Write the sums of usage so far, without waiting."""

@@ -98,8 +98,7 @@ class Housekeeping:
         results, expire checkpoints, end idle sampling sessions, and remove unused files of names
         lost since the last round."""
         gateway = self._gateway
-        gateway.runs.end_due()
-        gateway.jobs.end_due()
+        gateway.end_due()
         for session_id, detail in gateway.sessions.overdue().items():
             gateway.end_session_soon(session_id, state="expired", reason="expired", detail=detail)
         gone = gateway.futures.sweep()

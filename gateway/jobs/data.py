@@ -4,16 +4,11 @@ A text of these formats is a string, or a list of messages with `role` and `cont
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import orjson
 
-from gateway.jobs.job import JobFile
 from tandem.errors import InvalidField
-
-Row = Mapping[str, Any]
 
 
 def _is_messages(value: object) -> bool:
@@ -57,11 +52,11 @@ FORMATS: Mapping[str, tuple[Mapping[str, Callable[[object], bool]], ...]] = {
 """The columns of each method, in one or several forms. Other columns are allowed."""
 
 
-def checked_file(name: str, text: str, method: str) -> tuple[JobFile, bytes]:
-    """Return a data file and its content. Rows of an unknown method are JSON objects.
+def checked_rows(name: str, text: str, method: str) -> bytes:
+    """Return the content of a data file. Rows of an unknown method are JSON objects.
 
     Raises `InvalidField`, with the number of the line."""
-    field, rows = f"data.{name}", 0
+    field = f"data.{name}"
     forms: set[tuple[str, ...]] = set()
     content = text.encode(errors="replace").strip() + b"\n"
     for number, line in enumerate(content.splitlines(), 1):
@@ -73,9 +68,7 @@ def checked_file(name: str, text: str, method: str) -> tuple[JobFile, bytes]:
             raise InvalidField(
                 f"{field}: line {number} has other columns than the lines before", field=field
             )
-        rows += 1
-    digest = hashlib.sha256(content).hexdigest()
-    return JobFile(name=name, rows=rows, bytes=len(content), sha256=digest), content
+    return content
 
 
 def _fault(line: bytes, method: str) -> tuple[str, tuple[str, ...]]:

@@ -42,26 +42,26 @@ def folders_of_data(data_dir: Path) -> list[Path]:
     ]
 
 
-def write_request(folder: Path, job: Job) -> None:
+def write_request(job: Job) -> None:
     """Write `job.json`, which the program of the next attempt reads."""
     request = job_request(
         backend=job.plan.backend,
         configuration=job.plan.configuration,
         model=job.model.path,
-        folder=str(folder),
+        folder=str(job.folder),
         attempt=job.attempt,
         processes=job.plan.processes,
     )
-    write_file(folder / "job.json", json.dumps(request, indent=1).encode(), synced=True)
+    write_file(job.folder / "job.json", json.dumps(request, indent=1).encode(), synced=True)
 
 
 def remove_files(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def was_begun(folder: Path, attempt: int) -> bool:
-    """Whether an attempt has had a process. It makes the attempt's folder first."""
-    return (folder / f"attempt-{attempt}").exists()
+def was_begun(job: Job) -> bool:
+    """Return whether the attempt has had a process. It makes the attempt's folder first."""
+    return (job.folder / f"attempt-{job.attempt}").exists()
 
 
 def read_world(folder: Path, attempt: int) -> list[dict[str, Any]]:
@@ -73,10 +73,12 @@ def read_world(folder: Path, attempt: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in content.splitlines()]
 
 
-def read_end(folder: Path, attempt: int) -> JobEnd | None:
-    """Return the end of an attempt, None while there is none. Raises `OSError` and `ValueError`."""
+def read_end(job: Job) -> JobEnd | None:
+    """Return the end of the attempt, None while there is none. Raises `OSError` and
+    `ValueError`."""
     try:
-        return JobEnd.model_validate_json(read_record(folder / f"attempt-{attempt}" / "end.json"))
+        file = job.folder / f"attempt-{job.attempt}" / "end.json"
+        return JobEnd.model_validate_json(read_record(file))
     except FileNotFoundError:
         return None
 

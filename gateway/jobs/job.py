@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,30 +15,17 @@ from gateway.checkpoints.base_models import BaseModelEntry
 from tandem.errors import TandemError
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 
-JobState = Literal["queued", "running"]
-
-
-class JobFile(BaseModel):
-    """A data file of a job, with its number of rows and its SHA-256 in hexadecimal."""
-
-    model_config = ConfigDict(frozen=True)
-
-    name: str
-    rows: int
-    bytes: int
-    sha256: str
-
 
 class JobPlan(BaseModel):
-    """The settled request for a job.
+    """The request for a job.
 
-    `host_memory` is in bytes, 0 for an estimate. `deadline` is in seconds since 1970, None for no
-    deadline. `ttl` are the seconds that its files stay after its end."""
+    `configuration` has the settings of `backend`. `host_memory` is in bytes, 0 for an estimate.
+    `deadline` is in seconds since 1970, None for no deadline. `ttl` are the seconds that its files
+    stay after its end."""
 
     model_config = ConfigDict(frozen=True)
 
     backend: str
-    framework: str
     configuration: dict[str, Any]
     processes: int
     group: str = ""
@@ -46,7 +34,6 @@ class JobPlan(BaseModel):
     max_restarts: int = 0
     deadline: float | None = None
     ttl: float
-    data: tuple[JobFile, ...] = ()
 
 
 def training_of(configuration: Mapping[str, Any]) -> TrainingSpec:
@@ -60,8 +47,9 @@ def training_of(configuration: Mapping[str, Any]) -> TrainingSpec:
 
 @dataclass(eq=False, kw_only=True)
 class Job:
-    """`attempt` counts from 1, and `restarts` counts failed attempts. `reason` explains a wait
-    outside the table of workers. That wait began `waits_since`, in seconds since 1970.
+    """Its files are in `folder`. `attempt` counts from 1, and `restarts` counts failed attempts.
+    `reason` explains a wait outside the table of workers. That wait began `waits_since`, in seconds
+    since 1970.
 
     `error` is the decision to end the job before its end. `life` is the task that follows the job,
     `ending` the one that ends it. `exits` has the reasons for the ends of its processes, by their
@@ -72,7 +60,7 @@ class Job:
     owner: str
     model: BaseModelEntry
     plan: JobPlan
-    state: JobState = "queued"
+    folder: Path
     attempt: int = 1
     restarts: int = 0
     reason: str = ""

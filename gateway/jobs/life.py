@@ -8,14 +8,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import update
 
-from gateway.jobs.files import job_folder, read_end, was_begun, write_request
+from gateway.jobs.files import read_end, was_begun, write_request
 from gateway.jobs.job import Job, training_of
-from gateway.jobs.preflight import CHECK_SECONDS, Preflight, needs_of
+from gateway.jobs.preflight import CHECK_SECONDS, find_fault, needs_of
 from gateway.jobs.progress import JobProgress
 from gateway.jobs.results import ResultImporter
 from gateway.owners.usage.meter import Subject, UsageMeter
@@ -74,13 +73,13 @@ def request_of(job: Job) -> WorkerRequest:
     )
 
 
-def job_spec(job: Job, folder: Path, group: WorkerGroup) -> JobSpec:
+def job_spec(job: Job, group: WorkerGroup) -> JobSpec:
     """Render the present attempt of a job for a group. Raises `FrameworkMissing`, and errors of a
     backend that has changed since the submission."""
     backend = job_backend(job.plan.backend)
     configuration = configure(backend, job.plan.configuration)
     paths = job_paths(
-        backend, folder=str(folder), model=job.model.path, frameworks=group.frameworks
+        backend, folder=str(job.folder), model=job.model.path, frameworks=group.frameworks
     )
     spec = render_job(backend, configuration, paths, job.plan.processes)
     return spec.model_copy(update={"attempt": job.attempt})
@@ -91,14 +90,12 @@ class _JobOwner:
     """Describes the processes of a job. An attempt has one."""
 
     job: Job
-    settings: GatewaySettings
 
     def specification(self, row: WorkerRow, group: WorkerGroup) -> WorkerSpec:
         job = self.job
         if job.begun == job.attempt:
             raise WorkerStartFailed("its attempt has ended")
         job.begun = job.attempt
-        folder = job_folder(self.settings.data_dir, job.run_id)
         return WorkerSpec(
             worker_id="",
             secret="",
@@ -107,7 +104,7 @@ class _JobOwner:
             model_name=job.model.name,
             model_path=job.model.path,
             run_id=job.run_id,
-            job=job_spec(job, folder, group),
+            job=job_spec(job, group),
         )
 
 
@@ -130,10 +127,8 @@ class JobLife:
     async def follow(self, job: Job) -> None:
         """Return when the job's result is imported. Raises `JobFailed`, `CheckpointDamaged`,
         `LimitExceeded`, or the error of a request for a place."""
-        self.adapter.register(job.run_id, _JobOwner(job, self.settings))
-        progress = JobProgress(
-            job, record=self.record, records=self.records, data_dir=self.settings.data_dir
-        )
+        self.adapter.register(job.run_id, _JobOwner(job))
+        progress = JobProgress(job, record=self.record, records=self.records)
         while (end := await self._attempt(job, progress)).status != 0:
             failed = end.status != STOPPED  # a drain or a stop is no failure
             if failed and job.restarts >= job.plan.max_restarts:
@@ -141,15 +136,11 @@ class JobLife:
             self._log.warning(
                 "job_restarted", run_id=job.run_id, attempt=job.attempt, reason=end.reason
             )
-            following = partial(
-                self._note,
-                job,
-                state="queued",
-                attempt=job.attempt + 1,
-                restarts=job.restarts + failed,
-            )
-            await self._stored(job, following)
-            job.note_reason(f"attempt {job.attempt - 1} has ended: {end.reason}")
+            attempt, restarts = job.attempt + 1, job.restarts + failed
+            queued = partial(self._note, job, state="queued", attempt=attempt, restarts=restarts)
+            await self._stored(job, queued)
+            job.attempt, job.restarts = attempt, restarts
+            job.note_reason(f"attempt {attempt - 1} has ended: {end.reason}")
         await self._stored(job, lambda: self.release(job))  # others may have its devices now
         await self._stored(job, lambda: self.results.import_result(job))
 
@@ -168,18 +159,18 @@ class JobLife:
 
     async def _attempt(self, job: Job, progress: JobProgress) -> JobEnd:
         """Return the end of the present attempt, perhaps of one that an earlier gateway began."""
-        key, folder = job.run_id, job_folder(self.settings.data_dir, job.run_id)
+        key = job.run_id
         self.supervisor.watch_ends(key, job.note_exit)
         await self.supervisor.await_found([key])
         row = self.supervisor.roster.rows.get(key)
         if ran := row is not None and row.has_process:
             job.begun = job.attempt
-        elif await asyncio.to_thread(was_begun, folder, job.attempt):
+        elif await asyncio.to_thread(was_begun, job):
             await self._stored(job, progress.read_on)
             return await self._end_of(job, JobEnd(status=STOPPED, reason="no gateway saw its end"))
         else:
-            await self._stored(job, lambda: asyncio.to_thread(write_request, folder, job))
-            await self._pass_preflight(job, folder)
+            await self._stored(job, lambda: asyncio.to_thread(write_request, job))
+            await self._pass_preflight(job)
             request = await self.prepare_request(job)
             await self._stored(job, lambda: self.supervisor.place([request], holder=key))
             self.supervisor.watch_ends(key, job.note_exit)
@@ -205,18 +196,17 @@ class JobLife:
             status = STOPPED if ran else 1
             return await self._end_of(job, JobEnd(status=status, reason=error.message))
 
-    async def _pass_preflight(self, job: Job, folder: Path) -> None:
+    async def _pass_preflight(self, job: Job) -> None:
         """Wait until the job could start, without a place. Raises `JobFailed`."""
         job.note_reason("the checks before its start run")
         groups = self.supervisor.roster.groups.values()
         needs = needs_of(
             job,
             [group for group in groups if group.suits(request_of(job))],
-            folder=folder,
             disk_bytes=self.settings.min_free_bytes,
         )
         check = partial(self.launcher.preflight, needs, timeout=CHECK_SECONDS)
-        if fault := await Preflight(check, note=job.note_reason).find_fault():
+        if fault := await find_fault(check, note=job.note_reason):
             raise JobFailed(fault)
 
     async def _watch(self, job: Job, process: str, progress: JobProgress) -> str | None:
@@ -243,9 +233,8 @@ class JobLife:
 
     async def _end_of(self, job: Job, otherwise: JobEnd) -> JobEnd:
         """Return the end of an attempt in its file, or another one without that."""
-        folder = job_folder(self.settings.data_dir, job.run_id)
         try:
-            return await asyncio.to_thread(read_end, folder, job.attempt) or otherwise
+            return await asyncio.to_thread(read_end, job) or otherwise
         except (OSError, ValueError) as error:
             return JobEnd(status=1, reason=without_paths(describe(error)))
 
@@ -272,11 +261,9 @@ class JobLife:
         self.usage.record("job", subject, accelerator_seconds=seconds * job.plan.processes)
 
     async def _note(self, job: Job, **values: Any) -> None:
-        """Change a job's row, and then the job."""
+        """Change a job's row."""
         change = update(jobs).where(jobs.c.run_id == job.run_id).values(values)
         await self.database.write(change, durable="attempt" in values)
-        for name, value in values.items():
-            setattr(job, name, value)
 
     async def _stored(self, job: Job, work: Callable[[], Awaitable[Result]]) -> Result:
         """Repeat work while the storage fails. Meanwhile that is the reason of the job's wait."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from pathlib import Path
 
 from gateway.jobs.job import Job
 from gateway.workers.groups import WorkerGroup
@@ -21,41 +20,31 @@ CHECK_SECONDS = 20.0
 """The time limit of one round of checks."""
 
 
-class Preflight:
-    """`check` makes one round of checks. `note` gets the reason of the wait after a faulty round,
-    and "" after the faults have passed."""
+async def find_fault(
+    check: Callable[[], Awaitable[tuple[PreflightCheck, ...]]], *, note: Callable[[str], None]
+) -> str:
+    """Return "" after a round of checks without a fault, or the last fault after `REPEATS` repeats.
 
-    def __init__(
-        self,
-        check: Callable[[], Awaitable[tuple[PreflightCheck, ...]]],
-        *,
-        note: Callable[[str], None],
-    ) -> None:
-        self._check = check
-        self._note = note
-
-    async def find_fault(self) -> str:
-        """Return "" after a round without a fault, or the last fault after `REPEATS` repeats.
-
-        Rounds that nobody answers, for example without an agent, do not count."""
-        repeats, noted = 0, False
-        while True:
-            try:
-                faults = [each for each in await self._check() if each.fault]
-            except (WorkerStartFailed, WorkerMayRun) as error:
-                self._note(error.message)
-            else:
-                if not faults:
-                    if noted:
-                        self._note("")
-                    return ""
-                reason = reason_of(faults[0])
-                if repeats == REPEATS:
-                    return reason
-                repeats += 1
-                self._note(f"{reason}; checked again every {PAUSE_SECONDS:g} s")
-            noted = True
-            await asyncio.sleep(PAUSE_SECONDS)
+    `note` gets the reason of the wait after a faulty round, and "" after the faults have passed.
+    Rounds that nobody answers, for example without an agent, do not count."""
+    repeats, noted = 0, False
+    while True:
+        try:
+            faults = [each for each in await check() if each.fault]
+        except (WorkerStartFailed, WorkerMayRun) as error:
+            note(error.message)
+        else:
+            if not faults:
+                if noted:
+                    note("")
+                return ""
+            reason = reason_of(faults[0])
+            if repeats == REPEATS:
+                return reason
+            repeats += 1
+            note(f"{reason}; checked again every {PAUSE_SECONDS:g} s")
+        noted = True
+        await asyncio.sleep(PAUSE_SECONDS)
 
 
 def reason_of(fault: PreflightCheck) -> str:
@@ -64,14 +53,15 @@ def reason_of(fault: PreflightCheck) -> str:
     return without_paths(f"the job cannot start ({fault.code} {fault.fault}): {fault}")
 
 
-def needs_of(job: Job, groups: Iterable[WorkerGroup], *, folder: Path, disk_bytes: int) -> JobNeeds:
+def needs_of(job: Job, groups: Iterable[WorkerGroup], *, disk_bytes: int) -> JobNeeds:
     """Return a job's needs on a host. It needs devices if all of its `groups` have them.
     `disk_bytes` must be free."""
+    backend = job_backend(job.plan.backend)
     return JobNeeds(
-        framework=job.plan.framework,
-        backend=job.plan.backend,
-        packages=dict(job_backend(job.plan.backend).job_configuration.packages),
-        folder=str(folder),
+        framework=backend.framework,
+        backend=backend.name,
+        packages=dict(backend.job_configuration.packages),
+        folder=str(job.folder),
         model=job.model.path,
         devices=0 if any(group.on_host for group in groups) else job.plan.processes,
         disk_bytes=disk_bytes,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from pathlib import Path
 
 from sqlalchemy import select
 
-from gateway.jobs.files import job_folder, read_metrics
+from gateway.jobs.files import read_metrics
 from gateway.jobs.job import Job
 from gateway.runs.record.files import Place
 from gateway.runs.record.metrics import MetricsRow
@@ -23,11 +22,8 @@ class JobProgress:
     """A gateway that takes over reads an attempt's file from the beginning, and leaves the lines
     out that the record has."""
 
-    def __init__(
-        self, job: Job, *, record: RecordStore, records: RunRecords, data_dir: Path
-    ) -> None:
+    def __init__(self, job: Job, *, record: RecordStore, records: RunRecords) -> None:
         self._job, self._record, self._records = job, record, records
-        self._folder = job_folder(data_dir, job.run_id)
         self._attempt = self._offset = 0
         self._steps: int | None = None
         self._known: set[_Key] | None = None
@@ -38,7 +34,7 @@ class JobProgress:
         if self._attempt != job.attempt:
             self._attempt, self._offset = job.attempt, 0
         while True:
-            found = await asyncio.to_thread(read_metrics, self._folder, job.attempt, self._offset)
+            found = await asyncio.to_thread(read_metrics, job.folder, job.attempt, self._offset)
             if found.offset == self._offset:
                 return
             if self._known is None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Executable, select, update
+from sqlalchemy import select, update
 
 from gateway.checkpoints.base_models import BaseModelEntry
 from gateway.identifiers import run_folder_name
@@ -21,12 +21,11 @@ from gateway.jobs.life import JobLife
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.runs.registry import RunRegistry
+from gateway.storage.database import from_row
 from gateway.storage.tables import jobs, runs
 from gateway.workers.schedule import WaitReason
 from tandem.errors import DeadlineExceeded, InternalError, TandemError, from_type
 from tandem.telemetry import get_log
-
-EndSession = Callable[..., None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +47,7 @@ class JobRegistry:
     runs: RunRegistry
     sessions: SessionRegistry
     limits: Quotas
-    end_session_soon: EndSession
+    end_session_soon: Callable[..., None]
 
     def __post_init__(self) -> None:
         self._database, self._data_dir = self.life.database, self.life.settings.data_dir
@@ -61,6 +60,12 @@ class JobRegistry:
 
     def find_job(self, run_id: str) -> Job | None:
         return self._jobs.get(run_id)
+
+    def explain_job(self, job: Job) -> WaitReason:
+        """Return why a job waits, "" if it does not."""
+        if job.reason:
+            return WaitReason(reason=job.reason, seconds=time.time() - job.waits_since)
+        return self.life.supervisor.explain(job.run_id) or WaitReason(reason="")
 
     def count_of(self, owner: str) -> int:
         """Return the number of an owner's jobs, with those that arrive."""
@@ -89,7 +94,6 @@ class JobRegistry:
                 continue
             session.ttl = math.inf
             model = row["model"]
-            plan = JobPlan.model_validate(row["spec"])
             ended = from_type(row["error_type"], row["reason"]) if row["ending"] else None
             self.begin_job(
                 Job(
@@ -97,7 +101,8 @@ class JobRegistry:
                     session_id=session.id,
                     owner=row["owner"],
                     model=BaseModelEntry(**model | {"path": str(self._data_dir / model["path"])}),
-                    plan=plan,
+                    plan=JobPlan.model_validate(row["spec"]),
+                    folder=job_folder(self._data_dir, row["run_id"]),
                     attempt=row["attempt"],
                     restarts=row["restarts"],
                     error=ended,
@@ -108,12 +113,7 @@ class JobRegistry:
         """Return the rows of those runs that are jobs, by id."""
         rows = await self._database.read(select(jobs).where(jobs.c.run_id.in_(run_ids)))
         return {
-            row["run_id"]: JobRecord(
-                plan=JobPlan.model_validate(row["spec"]),
-                attempt=row["attempt"],
-                restarts=row["restarts"],
-                files_until=row["files_until"],
-            )
+            row["run_id"]: from_row(JobRecord, row, plan=JobPlan.model_validate(row["spec"]))
             for row in rows
         }
 
@@ -156,12 +156,6 @@ class JobRegistry:
         for job in self.all():
             self._end_if_due(job)
 
-    def end_of_owner(self, owner: str) -> None:
-        """Begin the ends of an owner's jobs, if its budget is used up."""
-        for job in self.all():
-            if job.owner == owner:
-                self._end_if_due(job)
-
     def _end_if_due(self, job: Job) -> None:
         error: TandemError | None = self.limits.exhausted.get(job.owner)
         if error is None and job.plan.deadline is not None and time.time() >= job.plan.deadline:
@@ -195,25 +189,20 @@ class JobRegistry:
         except Exception:  # noqa: BLE001 - the supervisor goes on
             self._log.exception("job_not_released", run_id=job.run_id)
         now, reason = time.time(), error.message if error is not None else "the job has finished"
-        self._write_soon(
+        error_type = error.type if error is not None else ""
+        write = self._database.write_soon
+        write(
             update(runs)
             .where(runs.c.id == job.run_id)
-            .values(
-                state="ended",
-                error_type=error.type if error is not None else "",
-                reason=reason,
-                ended_at=now,
-            ),
-            update(jobs).where(jobs.c.run_id == job.run_id).values(files_until=now + job.plan.ttl),
+            .values(state="ended", error_type=error_type, reason=reason, ended_at=now)
+        )
+        write(
+            update(jobs).where(jobs.c.run_id == job.run_id).values(files_until=now + job.plan.ttl)
         )
         self._log.info("job_ended", run_id=job.run_id, reason=reason)
         self._jobs.pop(job.run_id, None)
         self.life.record.identity_files.write_soon(job.run_id)
         self.end_session_soon(job.session_id, state="finished", reason="success", detail=reason)
-
-    def _write_soon(self, *statements: Executable) -> None:
-        for statement in statements:
-            self._database.write_soon(statement)
 
     async def close(self, *, patience: float) -> None:
         """Stop following. The next gateway continues the jobs, and their ends."""
@@ -253,9 +242,3 @@ class JobRegistry:
                 continue
             gone = update(jobs).where(jobs.c.run_id == row["run_id"]).values(files_until=None)
             await self._database.write(gone)
-
-    def explain_job(self, job: Job) -> WaitReason:
-        """Return why a job waits, "" if it does not."""
-        if job.reason:
-            return WaitReason(reason=job.reason, seconds=time.time() - job.waits_since)
-        return self.life.supervisor.explain(job.run_id) or WaitReason(reason="")

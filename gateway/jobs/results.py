@@ -8,19 +8,14 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sqlalchemy import update
 
 from gateway.checkpoints.catalog import Checkpoint, CheckpointCatalog, insert_row
 from gateway.checkpoints.versions import VersionStore, WeightVersion, insert_version
-from gateway.identifiers import (
-    CheckpointPath,
-    new_state_folder,
-    relative_version_folder,
-)
-from gateway.jobs.files import job_folder
+from gateway.identifiers import CheckpointPath, new_state_folder, relative_version_folder
 from gateway.jobs.job import Job
 from gateway.runs.record.store import RecordStore
 from gateway.storage.database import Database
@@ -56,7 +51,7 @@ class ResultImporter:
         run_id, catalog = job.run_id, self.checkpoints
         if await catalog.find(result_paths(run_id)[0]) is not None:
             return
-        source = job_folder(self.data_dir, run_id) / "result"
+        source = job.folder / "result"
         expected = 2 * await asyncio.to_thread(_bytes_in, source)
         await catalog.check_quota(owner=job.owner, expected_bytes=expected)
         await self.versions.check_space(expected_bytes=expected, what="import the job's result")
@@ -85,7 +80,7 @@ class ResultImporter:
     async def _write_rows(
         self, job: Job, targets: ImportTargets, imported: Imported, folder: str
     ) -> None:
-        now, (state, sampler) = time.time(), result_paths(job.run_id)
+        state, sampler = result_paths(job.run_id)
         named = Checkpoint(
             path=state,
             base_model=job.model.name,
@@ -94,19 +89,11 @@ class ResultImporter:
             step=targets.step,
             bytes=imported.state_bytes,
             optimizer=False,
-            created_at=now,
+            created_at=time.time(),
             owner=job.owner,
         )
-        sampled = Checkpoint(
-            path=sampler,
-            base_model=job.model.name,
-            folder="",
-            version=targets.version,
-            step=targets.step,
-            bytes=imported.version_bytes,
-            optimizer=False,
-            created_at=now,
-            owner=job.owner,
+        sampled = replace(
+            named, path=sampler, folder="", version=targets.version, bytes=imported.version_bytes
         )
         version = WeightVersion(
             name=targets.version,

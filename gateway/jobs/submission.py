@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from sqlalchemy import insert
@@ -14,13 +14,13 @@ from sqlalchemy import insert
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import VersionStore
 from gateway.identifiers import new_session_id, run_id_of
-from gateway.jobs.data import checked_file
+from gateway.jobs.data import checked_rows
 from gateway.jobs.files import job_folder, remove_files, write_data
-from gateway.jobs.job import Job, JobFile, JobPlan, training_of
+from gateway.jobs.job import Job, JobPlan, training_of
 from gateway.jobs.life import job_spec
 from gateway.jobs.registry import JobRegistry
 from gateway.owners.sessions.registry import NewSession
-from gateway.runs.record.identity import RunIdentity
+from gateway.runs.record.identity import identity_changes
 from gateway.storage.data_directory import relative_path
 from gateway.storage.drivers import typed
 from gateway.storage.tables import jobs, runs
@@ -32,28 +32,6 @@ from tandem.backends.rendering import configure
 from tandem.errors import InvalidField, InvalidRequest
 from tandem.weights.model_config import experts_of, read_json, why_untrained
 
-FILES_TTL = 7 * 86_400.0
-"""The usual seconds that the files of an ended job stay."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class NewJob:
-    """A request for a job. `data` has the text of `train` and perhaps `eval`, as JSON lines.
-    `deadline` and `host_memory` are as in `RunOptions`."""
-
-    backend: str
-    configuration: Mapping[str, object]
-    model: str
-    data: Mapping[str, str]
-    identity: RunIdentity = field(default_factory=RunIdentity)
-    processes: int = 1
-    group: str = ""
-    host_memory: str = ""
-    priority: int = 0
-    max_restarts: int = 0
-    deadline: str = ""
-    ttl: float = FILES_TTL
-
 
 @dataclass(eq=False, kw_only=True)
 class JobSubmission:
@@ -64,54 +42,62 @@ class JobSubmission:
     versions: VersionStore
     groups: Callable[[], Sequence[WorkerGroup]]
 
-    async def submit(self, new: NewJob, *, owner: str, admin: bool) -> Job:
-        """Begin a job, and return it when it is durable.
+    async def submit(
+        self,
+        plan: JobPlan,
+        *,
+        model: str,
+        data: Mapping[str, str],
+        name: str | None,
+        tags: Sequence[str] | None,
+        deadline: str,
+        host_memory: str,
+        owner: str,
+        admin: bool,
+    ) -> Job:
+        """Begin a job, and return it when it is durable. `data` has the text of `train` and perhaps
+        `eval`, as JSON lines. `deadline` and `host_memory` are as in `RunOptions`.
 
         Raises `InvalidField` for a faulty setting or row of data, `UnknownModel`, `InvalidRequest`,
         `PermissionDenied`, `LimitExceeded`, `BudgetExhausted`, `StorageFull` or `StorageFailed`."""
         registry, life = self.registry, self.registry.life
-        new.identity.check_limits()
-        backend = job_backend(new.backend)
-        configuration = configure(backend, new.configuration)
-        model = self.models.get(new.model)
-        await asyncio.to_thread(_check_model, Path(model.path), model.name)
-        options = self._options(new, admin=admin)
+        identity = identity_changes({"name": name, "tags": tags}, None)
+        configuration = configure(job_backend(plan.backend), plan.configuration)
+        found = self.models.get(model)
+        await asyncio.to_thread(_check_model, Path(found.path), found.name)
+        options = self._options(
+            plan, model=model, deadline=deadline, host_memory=host_memory, admin=admin
+        )
         now = time.time()
-        deadline = options.deadline_at(now)
-        if deadline is not None and deadline <= now:
-            raise InvalidRequest(f"the deadline {new.deadline} has passed; choose a later one")
-        checked = await asyncio.to_thread(_checked, new.data, getattr(configuration, "method", ""))
+        ends_at = options.deadline_at(now)
+        if ends_at is not None and ends_at <= now:
+            raise InvalidRequest(f"the deadline {deadline} has passed; choose a later one")
+        contents = await asyncio.to_thread(_checked, data, getattr(configuration, "method", ""))
         session_id = new_session_id()
+        run_id = run_id_of(session_id=session_id, model_seq_id=0)
         job = Job(
-            run_id=run_id_of(session_id=session_id, model_seq_id=0),
+            run_id=run_id,
             session_id=session_id,
             owner=owner,
-            model=model,
-            plan=JobPlan(
-                backend=backend.name,
-                framework=backend.framework,
-                configuration=configuration.model_dump(mode="json"),
-                processes=new.processes,
-                group=new.group,
-                host_memory=options.host_memory if new.host_memory else 0,
-                priority=new.priority,
-                max_restarts=new.max_restarts,
-                deadline=deadline,
-                ttl=new.ttl,
-                data=tuple(file for file, _ in checked),
+            model=found,
+            plan=plan.model_copy(
+                update={
+                    "configuration": configuration.model_dump(mode="json"),
+                    "deadline": ends_at,
+                    "host_memory": options.host_memory if host_memory else 0,
+                }
             ),
+            folder=job_folder(life.settings.data_dir, run_id),
         )
         await self._check_resources(job, configuration)
-        contents = {file.name: content for file, content in checked}
         size = sum(map(len, contents.values()))
-        folder = job_folder(life.settings.data_dir, job.run_id)
         with registry.arriving(owner):
             await self.versions.check_space(expected_bytes=size, what="keep the job's data")
             try:
-                await asyncio.to_thread(write_data, folder, contents)
-                await self._write_rows(job, new.identity, options, created_at=now)
+                await asyncio.to_thread(write_data, job.folder, contents)
+                await self._write_rows(job, identity, options, created_at=now)
             except BaseException as error:
-                await asyncio.to_thread(remove_files, folder)
+                await asyncio.to_thread(remove_files, job.folder)
                 if isinstance(error, OSError):
                     raise typed(error) from error
                 raise
@@ -122,7 +108,7 @@ class JobSubmission:
     async def _write_rows(
         self,
         job: Job,
-        identity: RunIdentity,
+        identity: Mapping[str, object],
         options: RunOptions,
         *,
         created_at: float,
@@ -139,39 +125,41 @@ class JobSubmission:
             "host": job.run_id,
             "owner": job.owner,
             "state": "active",
-            **vars(identity),
+            **identity,
             "config": plan.configuration,
             "created_at": created_at,
         }
         row = {
             "run_id": job.run_id,
-            "framework": plan.framework,
+            "framework": job_backend(plan.backend).framework,
             "spec": plan.model_dump(mode="json"),
-            "state": job.state,
+            "state": "queued",
         }
-        name = identity.name or f"{plan.backend} job"
+        name = identity["name"] or f"{plan.backend} job"
         await self.registry.sessions.create(
-            NewSession(owner=job.owner, display_name=name),
+            NewSession(owner=job.owner, display_name=str(name)),
             ttl=math.inf,
             session_id=job.session_id,
             beside=[insert(runs).values(run), insert(jobs).values(row)],
         )
 
-    def _options(self, new: NewJob, *, admin: bool) -> RunOptions:
-        asked: dict[str, object] = {"tandem.sampler": "none", "tandem.priority": new.priority}
-        if new.deadline:
-            asked["tandem.deadline"] = new.deadline
-        if new.host_memory:
-            asked["tandem.host_memory"] = new.host_memory
+    def _options(
+        self, plan: JobPlan, *, model: str, deadline: str, host_memory: str, admin: bool
+    ) -> RunOptions:
+        asked: dict[str, object] = {"tandem.sampler": "none", "tandem.priority": plan.priority}
+        if deadline:
+            asked["tandem.deadline"] = deadline
+        if host_memory:
+            asked["tandem.host_memory"] = host_memory
         options = options_of(
             asked,
             None,
-            model=new.model,
+            model=model,
             settings=self.registry.life.settings,
             groups=self.groups(),
             admin=admin,
         )
-        change = {"ranks": new.processes, "backend": new.backend, "group": new.group}
+        change = {"ranks": plan.processes, "backend": plan.backend, "group": plan.group}
         return options.model_copy(update=change)
 
     async def _check_resources(self, job: Job, configuration: JobConfiguration) -> None:
@@ -181,7 +169,7 @@ class JobSubmission:
         request = await life.prepare_request(job)
         life.supervisor.check([request])
         group = next(each for each in self.groups() if each.suits(request))
-        job_spec(job, Path(job.run_id), group)
+        job_spec(job, group)
         configuration.validate_resources(
             JobResources(
                 processes=job.plan.processes,
@@ -191,10 +179,10 @@ class JobSubmission:
         )
 
 
-def _checked(data: Mapping[str, str], method: str) -> list[tuple[JobFile, bytes]]:
+def _checked(data: Mapping[str, str], method: str) -> dict[str, bytes]:
     if not data.get("train"):
         raise InvalidField("data.train is empty; it has one JSON object in each line", field="data")
-    return [checked_file(name, text, method) for name, text in data.items() if text]
+    return {name: checked_rows(name, text, method) for name, text in data.items() if text}
 
 
 def _check_model(folder: Path, name: str) -> None:

@@ -70,7 +70,7 @@ class OwnerLimits:
 
 
 class OwnerBudgets:
-    """`on_exhausted` gets the owner of a used-up budget, perhaps several times."""
+    """`on_exhausted` is called when a budget is used up, perhaps several times."""
 
     def __init__(self, *, database: Database, limits: Quotas) -> None:
         self._database = database
@@ -80,7 +80,7 @@ class OwnerBudgets:
         self._used: dict[str, BudgetUse] = {}
         limits.budgeted = self._used.keys()
         self._changing = asyncio.Lock()
-        self.on_exhausted: Callable[[str], None] = lambda owner: None
+        self.on_exhausted: Callable[[], None] = lambda: None
         self._log = get_log()
 
     async def open(self) -> None:
@@ -176,7 +176,7 @@ class OwnerBudgets:
             self._quotas.exhausted.pop(owner, None)
         else:
             self._quotas.exhausted[owner] = error
-            self.on_exhausted(owner)
+            self.on_exhausted()
 
     async def _totals(self, owners: Iterable[str]) -> dict[str, BudgetUse]:
         tokens = usage.c.input_tokens - usage.c.cached_tokens + usage.c.output_tokens

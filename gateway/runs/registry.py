@@ -161,12 +161,6 @@ class RunRegistry:
         for run in self.all():
             self._end_if_due(run)
 
-    def end_of_owner(self, owner: str) -> None:
-        """Begin the ends of an owner's runs, if its budget is used up."""
-        for run in self.all():
-            if run.owner == owner:
-                self._end_if_due(run)
-
     def _end_if_due(self, run: Run) -> None:
         error: TandemError | None = self.limits.exhausted.get(run.owner)
         if error is None and run.deadline is not None and time.time() >= run.deadline:
@@ -233,9 +227,8 @@ class RunRegistry:
             await read_ahead(model.path, self._settings, anew=True)
             # No await from here until the run is registered.
             session = self.sessions.require(session_id)
-            count = self.count_of(session.owner)
-            count += self.others_of(session.owner)
-            self.limits.check("runs", owner=session.owner, used=count)
+            used = self.count_of(session.owner) + self.others_of(session.owner)
+            self.limits.check("runs", owner=session.owner, used=used)
             self.limits.check_budget(session.owner)
             options = options_of(
                 user_metadata,

@@ -17,19 +17,15 @@ from gateway.api.routing import Router
 from gateway.api.tandem.runs import RunProgress, own_run, summaries_of
 from gateway.identifiers import LONGEST_TTL, unknown_run
 from gateway.jobs.files import job_folder, read_world
+from gateway.jobs.job import JobPlan
 from gateway.jobs.registry import JobRecord
 from gateway.jobs.results import result_paths
-from gateway.jobs.submission import FILES_TTL, NewJob
-from gateway.runs.record.identity import RunIdentity
 from gateway.runs.record.rows import RunFilters, RunRecord
 from gateway.workers.schedule import WaitReason
-from tandem.errors import (
-    BudgetExhausted,
-    StorageFailed,
-    StorageFull,
-    UnknownModel,
-    UnknownRun,
-)
+from tandem.errors import BudgetExhausted, StorageFailed, StorageFull, UnknownModel, UnknownRun
+
+FILES_TTL = 7 * 86_400
+"""The usual seconds that the files of an ended job stay."""
 
 router = Router("/api/tandem/v1", tag="Tandem")
 
@@ -60,7 +56,7 @@ class SubmitJob(BaseModel):
     priority: Annotated[int, Field(ge=-10, le=10)] = 0
     max_restarts: Annotated[WholeNumber, Field(le=100)] = 0
     deadline: Annotated[str, Field(max_length=100)] = ""
-    ttl_seconds: Annotated[WholeNumber, Field(le=LONGEST_TTL)] = int(FILES_TTL)
+    ttl_seconds: Annotated[WholeNumber, Field(le=LONGEST_TTL)] = FILES_TTL
 
 
 class JobResult(Answer):
@@ -127,20 +123,21 @@ class JobInfos(Answer):
 async def create_job(body: SubmitJob, access: AccessDep) -> JobInfo:
     """Submit a job, and return it as soon as it is durable. `POST /runs/ID/stop` stops it."""
     job = await access.gateway.job_submission.submit(
-        NewJob(
+        JobPlan(
             backend=body.backend,
             configuration=body.configuration,
-            model=body.model,
-            data={"train": body.data.train, "eval": body.data.eval},
-            identity=RunIdentity(name=body.name or None, tags=body.tags or None),
             processes=body.processes,
             group=body.group,
-            host_memory=body.host_memory,
             priority=body.priority,
             max_restarts=body.max_restarts,
-            deadline=body.deadline,
-            ttl=float(body.ttl_seconds),
+            ttl=body.ttl_seconds,
         ),
+        model=body.model,
+        data=body.data.model_dump(),
+        name=body.name or None,
+        tags=body.tags or None,
+        deadline=body.deadline,
+        host_memory=body.host_memory,
         owner=access.caller.owner,
         admin=access.caller.role == "admin",
     )
@@ -172,7 +169,7 @@ async def get_job(job_id: PathText, access: AccessDep) -> JobDetails:
     found = await _described([await own_run(job_id, access)], access)
     if not found:
         raise unknown_run(job_id)
-    [about] = found
+    about = found[0]
     folder = job_folder(access.gateway.settings.data_dir, job_id)
     world: list[dict[str, Any]] = []
     with suppress(OSError, ValueError):
@@ -186,10 +183,7 @@ async def _described(found: Sequence[RunRecord], access: Access) -> list[JobInfo
     runs = [run for run in found if run.id in records]
     summaries = await summaries_of(runs, access)
     return [
-        JobInfo.of(
-            summary,
-            **_facts(run, records[run.id], access),
-        )
+        JobInfo.of(summary, **_facts(run, records[run.id], access))
         for run, summary in zip(runs, summaries, strict=True)
     ]
 

@@ -77,6 +77,13 @@ def test_a_body_that_is_no_json_is_refused(gate, part):
     assert answer.status_code == 400, answer.text
 
 
+def test_a_name_and_tags_are_kept_as_those_of_runs(start):
+    with start() as gate:
+        job = Submitted(gate, name="a\0b", tags=[" c ", "c", "d"])
+        assert job.about()["tags"] == job.run()["tags"] == ["c", "d"]
+        assert job.about()["name"].startswith("a")
+
+
 def test_many_rows_with_many_commas_and_brackets_are_taken(start):
     row = json.dumps({"prompt": '"[1, 2]" and \\', "completion": "3, {4}, 5"})
     with start() as gate:

@@ -168,9 +168,7 @@ def test_a_budget_that_was_used_up_just_before_a_crash_ends_the_run_at_the_next_
     with start() as gate:
         run = Run.new(gate)
         change(gate, tokens=3)
-        gate.gateway.budgets.on_exhausted = lambda owner: (
-            None
-        )  # the crash comes before the decision
+        gate.gateway.budgets.on_exhausted = lambda: None  # the crash comes first
         run.backward(1)
         run.outcome(1)
     with start() as gate:

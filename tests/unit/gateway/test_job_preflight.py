@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from itertools import chain, repeat
 
-from gateway.jobs.preflight import PAUSE_SECONDS, REPEATS, Preflight
+from gateway.jobs.preflight import PAUSE_SECONDS, REPEATS, find_fault
 from tandem.agent.preflight import PreflightCheck
 from tandem.errors import WorkerStartFailed
 from tests.support.virtual_time import in_virtual_time, now
@@ -33,21 +33,21 @@ class Rounds:
     def note(self, reason: str) -> None:
         self.notes.append((now(), reason))
 
-    def preflight(self) -> Preflight:
-        return Preflight(self.check, note=self.note)
+    async def find_fault(self) -> str:
+        return await find_fault(self.check, note=self.note)
 
 
 @in_virtual_time
 async def test_a_job_without_a_fault_goes_on_at_once():
     rounds = Rounds(GOOD)
-    assert await rounds.preflight().find_fault() == ""
+    assert await rounds.find_fault() == ""
     assert (rounds.times, rounds.notes) == ([0], [])
 
 
 @in_virtual_time
 async def test_a_fault_is_the_reason_of_the_wait_within_a_minute():
     rounds = Rounds(MISSING)
-    task = asyncio.create_task(rounds.preflight().find_fault())
+    task = asyncio.create_task(rounds.find_fault())
     await asyncio.sleep(59)
     assert rounds.notes[0] == (0, f"{REASON}; checked again every 30 s")
     task.cancel()
@@ -56,14 +56,14 @@ async def test_a_fault_is_the_reason_of_the_wait_within_a_minute():
 @in_virtual_time
 async def test_a_fault_that_stays_ends_the_job_after_five_repeats():
     rounds = Rounds(MISSING)
-    assert await rounds.preflight().find_fault() == REASON
+    assert await rounds.find_fault() == REASON
     assert rounds.times == [n * PAUSE_SECONDS for n in range(1 + REPEATS)]
 
 
 @in_virtual_time
 async def test_a_fault_that_is_repaired_lets_the_job_go_on():
     rounds = Rounds(MISSING, MISSING, GOOD)
-    assert await rounds.preflight().find_fault() == ""
+    assert await rounds.find_fault() == ""
     assert now() == 60
     assert rounds.notes[-1] == (60, "")
 
@@ -71,6 +71,6 @@ async def test_a_fault_that_is_repaired_lets_the_job_go_on():
 @in_virtual_time
 async def test_a_job_waits_for_an_absent_agent_and_says_so():
     rounds = Rounds(*[WorkerStartFailed("no agent answers")] * 20, GOOD)
-    assert await rounds.preflight().find_fault() == ""
+    assert await rounds.find_fault() == ""
     assert rounds.notes[0] == (0, "no agent answers")
     assert now() == 600

@@ -85,9 +85,9 @@ def test_the_nodes_read_the_same_request_as_in_a_job_of_tandem(tmp_path):
     assert configure(TRL, request["configuration"]) == configure(TRL, {"method": "sft"})
 
     model = BaseModelEntry(name="tiny", path="/m", max_length=None)
-    plan = JobPlan(backend="trl", framework="trl", configuration={}, processes=4, ttl=1.0)
-    own = Job(run_id="r", session_id="s", owner="o", model=model, plan=plan)
-    write_request(tmp_path, own)
+    plan = JobPlan(backend="trl", configuration={}, processes=4, ttl=1.0)
+    own = Job(run_id="r", session_id="s", owner="o", model=model, plan=plan, folder=tmp_path)
+    write_request(own)
     assert json.loads((tmp_path / "job.json").read_text()).keys() == request.keys()
 
 
