@@ -65,17 +65,19 @@ def was_begun(job: Job) -> bool:
 
 
 def read_world(folder: Path, attempt: int) -> list[dict[str, Any]]:
-    """Return what each rank of an attempt said about itself. Raises `OSError` and `ValueError`."""
+    """Return each rank's line about itself. Other JSON is left out. Raises `OSError`,
+    `ValueError` and `RecursionError`."""
     try:
         content = read_record(folder / f"attempt-{attempt}" / "world.jsonl")
     except FileNotFoundError:
         return []
-    return [json.loads(line) for line in content.splitlines()]
+    rows = map(json.loads, content.splitlines())
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def read_end(job: Job) -> JobEnd | None:
     """Return the end of the attempt, None while there is none. Raises `OSError` and
-    `ValueError`."""
+    `ValueError` and `RecursionError`."""
     try:
         file = job.folder / f"attempt-{job.attempt}" / "end.json"
         return JobEnd.model_validate_json(read_record(file))
@@ -108,6 +110,6 @@ def read_metrics(folder: Path, attempt: int, offset: int) -> ReadMetrics:
             values = {f"{SERVER}{name}": float(value) for name, value in found["values"].items()}
             rows.append(MetricsRow(int(found["step"]), values))
             steps = int(found["steps"]) if found.get("steps") else steps
-        except (ValueError, TypeError, LookupError, AttributeError):
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
             continue
     return ReadMetrics(rows, offset + len(whole), steps)

@@ -172,7 +172,7 @@ async def get_job(job_id: PathText, access: AccessDep) -> JobDetails:
     about = found[0]
     folder = job_folder(access.gateway.settings.data_dir, job_id)
     world: list[dict[str, Any]] = []
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         world = await asyncio.to_thread(read_world, folder, about.attempt)
     return JobDetails.of(about, world=world)
 

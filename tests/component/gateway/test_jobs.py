@@ -61,6 +61,21 @@ def test_a_job_runs_records_its_metrics_and_leaves_a_checkpoint(start):
         assert not found["corrupted"]
 
 
+def test_a_program_may_write_odd_lines_about_its_ranks(start):
+    with start() as gate:
+        job = Submitted(gate)
+        job.process()
+        world = job.folder / "attempt-1" / "world.jsonl"
+        for text, shown in (
+            ('{"rank": 0}\n[1]\n"x"\n', [{"rank": 0}]),
+            ('{"rank": NaN}\n', [{"rank": None}]),
+            ("no JSON\n", []),
+            ("[" * 10_000 + "\n", []),
+        ):
+            world.write_text(text)
+            assert job.about()["world"] == shown
+
+
 def test_a_failed_attempt_is_repeated_and_then_the_job_fails_with_the_reason(start):
     with start() as gate:
         job = Submitted(gate, max_restarts=1)
