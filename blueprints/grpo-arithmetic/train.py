@@ -12,9 +12,12 @@ from tandem.rl import train as reinforce
 
 def train(run: BlueprintRun) -> dict[str, float]:
     training = run.training_client()
-    warm_up = replace(WARM_UP, seed=run.seed, tags=run.tags)
-    examples = imperfect(WARM_UP.batch_size * run.integer("warm_up_steps"), seed=run.seed)
-    sft(training, examples, warm_up)
+    if steps := run.integer("warm_up_steps"):
+        examples = imperfect(WARM_UP.batch_size * steps, seed=run.seed)
+        sft(training, examples, replace(WARM_UP, seed=run.seed, tags=run.tags))
+        warm = training.save_state("warm").result().path
+        # A new run, because the optimizer's averages of the warm-up would slow the first steps.
+        training = run.service.create_training_client_from_state(warm).result()
     config = replace(
         REINFORCEMENT,
         steps=run.integer("steps"),

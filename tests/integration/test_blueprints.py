@@ -32,8 +32,9 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestStack]:
     folder = tmp_path_factory.mktemp("models")
     write_tiny_model(folder / "chars", seed=0)
+    write_tiny_model(folder / "chat", seed=0, tokenizer="qwen")
     settings = {"trainer_ranks": "1", "sampler_kv_cache_bytes": str(2**28)}
-    models = {"my/model": folder / "chars"}
+    models = {"my/model": folder / "chars", "my/chat": folder / "chat"}
     with running(tmp_path_factory.mktemp("data"), models=models, settings=settings) as started:
         yield started
 
