@@ -77,7 +77,7 @@ def read_world(folder: Path, attempt: int) -> list[dict[str, Any]]:
 
 def read_end(job: Job) -> JobEnd | None:
     """Return the end of the attempt, None while there is none. Raises `OSError` and
-    `ValueError` and `RecursionError`."""
+    `ValueError`."""
     try:
         file = job.folder / f"attempt-{job.attempt}" / "end.json"
         return JobEnd.model_validate_json(read_record(file))

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.blueprints.description import FILE, Blueprint, read_blueprint
-from tandem.errors import InvalidRequest, UserError
+from tandem.errors import InvalidRequest, UserError, describe
 
 ENTRY_POINT_GROUP = "tandem.blueprints"
 """A package names itself here, and its folder has one folder for each of its blueprints."""
@@ -20,13 +20,14 @@ def find_blueprints(folders: Sequence[Path] = ()) -> dict[str, Blueprint | str]:
 
     `folders` come first, and each has one folder for each of its blueprints."""
     found: dict[str, Blueprint | str] = {}
-    for folder in (*folders, _OURS, *_of_packages()):
+    places, faults = _of_packages()
+    for folder in (*folders, _OURS, *places):
         for file in sorted(folder.glob(f"*/{FILE}")):
             try:
                 found.setdefault(file.parent.name, read_blueprint(file.parent))
             except InvalidRequest as error:
                 found.setdefault(file.parent.name, error.message)
-    return found
+    return {**faults, **found}
 
 
 def blueprint_named(name: str, folders: Sequence[Path] = ()) -> Blueprint:
@@ -41,7 +42,18 @@ def blueprint_named(name: str, folders: Sequence[Path] = ()) -> Blueprint:
     return blueprint
 
 
-def _of_packages() -> list[Path]:
-    specs = (find_spec(point.value) for point in entry_points(group=ENTRY_POINT_GROUP))
-    places = (spec.submodule_search_locations or () for spec in specs if spec is not None)
-    return [Path(place) for each in places for place in each]
+def _of_packages() -> tuple[list[Path], dict[str, str]]:
+    """Return the folders of packages, and why others have none, by name of the entry point."""
+    places: list[Path] = []
+    faults: dict[str, str] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            spec = find_spec(point.value)
+            found = spec.submodule_search_locations if spec is not None else None
+        except (ImportError, ValueError) as error:
+            faults[point.name] = f"its entry point {point.value} is unusable: {describe(error)}"
+            continue
+        if not found:
+            faults[point.name] = f"its entry point {point.value} names no package"
+        places += map(Path, found or ())
+    return places, faults

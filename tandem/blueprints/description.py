@@ -17,7 +17,6 @@ Value: TypeAlias = bool | int | float | str
 
 FILE, PROGRAM = "blueprint.toml", "train.py"
 _TYPES: Mapping[str, type[Value]] = {"int": int, "float": float, "str": str, "bool": bool}
-_NAME = r"^[a-z][a-z0-9_]*$"
 
 
 class _DescriptionPart(BaseModel):

@@ -24,8 +24,9 @@ class BlueprintRun:
     tags: tuple[str, ...]
 
     def training_client(self) -> tinker.TrainingClient:
-        """Return a new run of the model. The parameter `lora_rank` is 0 for all parameters."""
-        rank = self.integer("lora_rank")
+        """Return a new run of the model. It trains an adapter of the rank in the parameter
+        `lora_rank`, or all parameters if that is 0 or the blueprint has none."""
+        rank = int(self.values.get("lora_rank", 0))
         made = (
             self.service.create_lora_training_client(self.model, rank=rank, seed=self.seed)
             if rank

@@ -16,6 +16,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from tandem.weights.model_store import RECORD_NAME, ModelRecord, read_record
 from tandem.weights.store import fsync_path
 
 Say = Callable[[str], None]
+Show = Callable[[int, int], None]
+"""Called about once a second with the present bytes and the total."""
 
 _TEXTS = (".json", ".txt", ".jinja", ".model")
 _PAPERS = ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY")
@@ -78,7 +81,7 @@ class _Listing:
         return sum(self.sizes[name] for name in names)
 
 
-def add_model(wanted: Wanted, *, say: Say) -> Added:
+def add_model(wanted: Wanted, *, say: Say, show: Show) -> Added:
     """Download a model unless it is present, and write its record.
 
     Raises `UserError` for a missing or invalid model, `ServerError` for a fault that may pass, and
@@ -99,10 +102,10 @@ def add_model(wanted: Wanted, *, say: Say) -> Added:
             )
         _check_folder(wanted.folder)
         with _as_sentences(wanted):
-            return _download(wanted, say=say)
+            return _download(wanted, say=say, show=show)
 
 
-def _download(wanted: Wanted, *, say: Say) -> Added:
+def _download(wanted: Wanted, *, say: Say, show: Show) -> Added:
     listing = _list_files(wanted)
     texts = [name for name in listing.sizes if _is_text(name)]
     if "config.json" not in texts:
@@ -110,7 +113,7 @@ def _download(wanted: Wanted, *, say: Say) -> Added:
             f"{wanted.repository} is no model in the Hugging Face layout: no config.json"
         )
     _remove_rests(wanted.folder)
-    downloaded = _fetch(wanted, listing, texts)
+    downloaded = _fetch(wanted, listing, texts, show=lambda *_: None)
     notes = _check_texts(wanted, texts)
     files = [*texts, *_choose_weights(wanted, listing)]
     total = listing.total(files)
@@ -126,7 +129,7 @@ def _download(wanted: Wanted, *, say: Say) -> Added:
             f"to spare, and {wanted.directory} has {byte_size(free)} free; free some space, or "
             "choose another --dir"
         )
-    downloaded += _fetch(wanted, listing, files)
+    downloaded += _fetch(wanted, listing, files, show=show)
     say("Comparing the files with the hub's checksums")
     _verify(wanted, listing, files)
     try:
@@ -207,20 +210,26 @@ def _read_json(wanted: Wanted, name: str) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def _fetch(wanted: Wanted, listing: _Listing, files: list[str]) -> int:
+def _fetch(wanted: Wanted, listing: _Listing, files: list[str], *, show: Show) -> int:
     """Return the downloaded bytes."""
     from glob import escape
 
     from huggingface_hub import snapshot_download
 
-    before = _bytes_there(wanted.folder, files)
-    snapshot_download(
-        wanted.repository,
-        revision=listing.commit,
-        endpoint=wanted.hub,
-        local_dir=wanted.folder,
-        allow_patterns=[escape(name) for name in files],
-    )
+    before, total = _bytes_there(wanted.folder, files), listing.total(files)
+    with ThreadPoolExecutor(1) as pool:
+        fetching = pool.submit(
+            snapshot_download,
+            wanted.repository,
+            revision=listing.commit,
+            endpoint=wanted.hub,
+            local_dir=wanted.folder,
+            allow_patterns=[escape(name) for name in files],
+        )
+        while wait([fetching], timeout=1.0).not_done:
+            show(_bytes_there(wanted.folder, files), total)
+        fetching.result()
+    show(total, total)
     return max(0, _bytes_there(wanted.folder, files) - before)
 
 
@@ -304,15 +313,16 @@ def _remove_rests(folder: Path) -> None:
 
 
 def _choose_cache(directory: Path) -> None:
-    """Configure the library before its import: a writable cache folder, and no logs.
+    """Configure the library before its import: a writable cache folder, no progress bars, no logs.
 
     In a container, the home folder may not be writable."""
     home = Path(os.environ.get("HF_HOME") or os.environ.get("HOME", "/")).absolute()
     nearest = next(path for path in (home, *home.parents) if path.exists())
     if not os.access(nearest, os.W_OK):
         os.environ["HF_HOME"] = str(directory / ".huggingface")
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils import disable_progress_bars, logging
 
+    disable_progress_bars()
     logging.set_verbosity_error()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 from urllib.parse import quote
 
 import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from tandem.cli.context import (
     DataDir,
@@ -19,6 +21,7 @@ from tandem.cli.context import (
     call,
     distant_url,
     end_if_json,
+    err,
     fail,
     new_commands,
     read_settings,
@@ -26,7 +29,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
-from tandem.cli.hub import Wanted, add_model
+from tandem.cli.hub import Show, Wanted, add_model
 from tandem.cli.tables import Column, byte_size, show_table
 from tandem.errors import UserError
 from tandem.stack import read_endpoint
@@ -34,6 +37,8 @@ from tandem.stack import read_endpoint
 app = new_commands("Base models: add, remove and list.")
 
 _HUB = "https://huggingface.co"
+_LINE_SECONDS = 10.0
+"""Seconds between two progress lines without a terminal."""
 
 
 @app.command("add")
@@ -99,8 +104,8 @@ def _download(
         directory=(directory or settings.models_dir or folder / "models").absolute(),
         spare=settings.min_free_bytes,
     )
-    with _interruptible():
-        added = add_model(wanted, say=say_aside)
+    with _interruptible(), _progress() as show:
+        added = add_model(wanted, say=say_aside, show=show)
     notes = list(added.notes)
     if registered := read_endpoint(folder) is not None:
         answer = _register(data_dir, wanted.name, added.folder)
@@ -141,6 +146,36 @@ def _interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _progress() -> Iterator[Show]:
+    """Show a download on standard error: a bar on a terminal, else a line now and then."""
+    if not err.is_terminal:
+        yield _Lines()
+        return
+    columns = (TextColumn("Downloading"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        bar = progress.add_task("")
+        yield lambda there, total: progress.update(bar, completed=there, total=total)
+
+
+class _Lines:
+    """Prints lines such as `1.2 GiB of 15.3 GiB (7 %), 48.1 MiB/s`."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._there = 0
+
+    def __call__(self, there: int, total: int) -> None:
+        now = time.monotonic()
+        if self._at is None:
+            self._at, self._there = now, there
+        elif (passed := now - self._at) >= _LINE_SECONDS:
+            rate = byte_size(max(0.0, (there - self._there) / passed))
+            share = 100 * there // max(total, 1)
+            say_aside(f"{byte_size(there)} of {byte_size(total)} ({share} %), {rate}/s")
+            self._at, self._there = now, there
 
 
 @app.command("remove")

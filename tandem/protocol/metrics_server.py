@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from collections.abc import Mapping
 from contextlib import suppress
 from http import HTTPStatus
 
@@ -81,7 +82,7 @@ class MetricsServer:
 
     def _answer(self, head: bytes) -> bytes:
         first, *lines = head.decode("latin-1").split("\r\n")
-        target = first.partition(" ")[2]
+        method, _, target = first.partition(" ")
         headers = [
             (name.strip().lower(), value.strip())
             for name, colon, value in (line.partition(":") for line in lines)
@@ -96,15 +97,28 @@ class MetricsServer:
             return _response(HTTPStatus.MISDIRECTED_REQUEST, sentence.encode())
         if target.partition(" ")[0].partition("?")[0] != "/metrics":
             return _response(HTTPStatus.NOT_FOUND, b"the metrics are at /metrics")
+        if method not in ("GET", "HEAD"):
+            allow = {"allow": "GET, HEAD"}
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"use GET", headers=allow)
         encode, kind = choose_encoder(dict(headers).get("accept", ""))
-        return _response(HTTPStatus.OK, encode(self._registry), kind=kind)
+        return _response(
+            HTTPStatus.OK, encode(self._registry), kind=kind, with_body=method == "GET"
+        )
 
 
-def _response(status: HTTPStatus, body: bytes, *, kind: str = _TEXT) -> bytes:
+def _response(
+    status: HTTPStatus,
+    body: bytes,
+    *,
+    kind: str = _TEXT,
+    headers: Mapping[str, str] | None = None,
+    with_body: bool = True,
+) -> bytes:
     lines = [
         f"HTTP/1.1 {status.value} {status.phrase}",
         f"content-type: {kind}",
         f"content-length: {len(body)}",
         "connection: close",
+        *(f"{name}: {value}" for name, value in (headers or {}).items()),
     ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    return "\r\n".join([*lines, "", ""]).encode() + (body if with_body else b"")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -59,6 +60,16 @@ def run(stack: TestStack, name: str, *options: str) -> dict:
 def test_a_blueprint_keeps_its_bounds(name: str, stack: TestStack) -> None:
     result = run(stack, name)
     assert result["sound"], result
+
+
+def test_the_example_of_the_page_is_a_blueprint(stack: TestStack, tmp_path: Path) -> None:
+    page = (BLUEPRINTS.parent / "docs" / "blueprints.md").read_text()
+    place = tmp_path / "one-sum"
+    place.mkdir()
+    for name, language in (("blueprint.toml", "toml"), ("train.py", "python")):
+        (block,) = re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL)
+        (place / name).write_text(block)
+    assert run(stack, "one-sum", "--folder", str(tmp_path))["sound"]
 
 
 def test_a_blueprint_with_a_broken_reward_violates_its_bounds(

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
+import psutil
 import pytest
 
 from tandem.errors import InvalidField, UserError
+from tests.support.gateway.running import KEY
 from tests.support.waiting import wait_until
 
 DESCRIPTION = """
@@ -90,18 +95,31 @@ def test_a_run_is_refused_before_it_starts(tandem, tmp_path):
         tandem(*command)
 
 
-def test_the_sessions_runs_have_the_blueprints_deadline_and_end_with_its_program(
-    gate, tandem, tmp_path
-):
-    program = """
+WAITS = """
+import os, pathlib, time
+
 def train(run):
     client = run.service.create_lora_training_client(run.model, rank=4).result()
-    return {"number": 1}
+    pathlib.Path(__file__).with_name("run").write_text(f"{os.getpid()} {client.model_id}")
+    time.sleep(3600)
 """
-    tandem(*written(tmp_path, program), "--timeout", 60)
-    (options,) = {spec.run_id for spec in gate.launcher.specs if spec.kind == "trainer"} or {""}
-    assert options
-    wait_until(lambda: not gate.run(gate.gateway.runs.all))
+
+
+def test_nothing_of_a_killed_command_is_left_after_its_sessions_time(gate, tandem, tmp_path):
+    """Its run has a deadline, too."""
+    command = [*written(tmp_path, WAITS), "--timeout", "600"]
+    program = [str(Path(sys.executable).with_name("tandem")), *map(str, command)]
+    note = tmp_path / "blueprints" / "some" / "run"
+    with subprocess.Popen(program, env={**os.environ, "TINKER_API_KEY": KEY}) as started:
+        wait_until(note.exists)
+        pid, run_id = wait_until(lambda: note.read_text().split())
+        asked = gate.run(lambda: gate.gateway.runs.get(run_id).options.deadline)
+        started.kill()
+    wait_until(lambda: not psutil.pid_exists(int(pid)))
+    assert asked == "600"
+    gate.age_sessions(600)
+    wait_until(lambda: gate.run(gate.gateway.runs.all) == [])
+    wait_until(lambda: gate.launcher.serving == [])
 
 
 def test_the_list_names_an_unusable_blueprint_with_the_reason(tandem, tmp_path):

@@ -21,9 +21,9 @@ def serving(*, deadline: float = 60.0, host: str = "127.0.0.1") -> int:
     return MetricsServer(registry, host=host, deadline=deadline).serve_metrics(port=0)
 
 
-def ask(port: int, *, host: str = "127.0.0.1", path: str = "/metrics"):
+def ask(port: int, *, host: str = "127.0.0.1", method: str = "GET", path: str = "/metrics"):
     url = f"http://127.0.0.1:{port}{path}"
-    return httpx.get(url, headers={"Host": host}, timeout=30)
+    return httpx.request(method, url, headers={"Host": host}, timeout=30)
 
 
 def ended(connection: socket.socket) -> bool:
@@ -43,6 +43,8 @@ def test_metrics_are_served_in_both_formats():
     answer = httpx.get(f"http://127.0.0.1:{port}/metrics?x=1", headers=openmetrics, timeout=30)
     assert answer.headers["content-type"].startswith("application/openmetrics-text")
     assert answer.text.endswith("# EOF\n")
+    assert ask(port, method="HEAD").text == ""
+    assert ask(port, method="POST").status_code == 405
     assert ask(port, path="/v1/models").status_code == 404
 
 

@@ -93,6 +93,21 @@ def test_a_folder_adds_blueprints_beside_ours(tmp_path):
         blueprint_named("other", [tmp_path])
 
 
+def test_a_package_adds_blueprints_and_a_faulty_one_is_named(tmp_path, monkeypatch):
+    for package, entry in (("good", "some_package"), ("bad", "no_package.inside")):
+        about = tmp_path / f"{package}-1.0.dist-info"
+        about.mkdir()
+        (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (about / "entry_points.txt").write_text(f"[tandem.blueprints]\n{package} = {entry}\n")
+    (tmp_path / "some_package").mkdir()
+    (tmp_path / "some_package" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    written(tmp_path / "some_package", name="packed")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = find_blueprints()
+    assert isinstance(found["packed"], Blueprint)
+    assert "its entry point no_package.inside is unusable" in found["bad"]
+
+
 def test_our_blueprints_are_usable():
     found = find_blueprints()
     assert found
@@ -131,6 +146,6 @@ def test_the_junit_report_has_a_case_for_the_program_and_for_each_bound(blueprin
     assert (suite.get("tests"), suite.get("failures"), suite.get("errors")) == ("3", "1", "0")
     cases = {each.get("name"): [child.tag for child in each] for each in suite.iter("testcase")}
     assert cases == {"trains": [], "reward is at least 0.9": ["failure"], "loss is at most 0.5": []}
-    failed = replace(good, numbers={}, violations={}, error="ValueError: no")
+    failed = replace(good, numbers={}, violations={}, error="ValueError: \x1b[1mno\0")
     (case,) = ElementTree.fromstring(junit_report(blueprint, failed)).iter("testcase")
-    assert [(child.tag, child.get("message")) for child in case] == [("error", "ValueError: no")]
+    assert [(child.tag, child.get("message")) for child in case] == [("error", "ValueError: [1mno")]
