@@ -50,7 +50,7 @@ from tandem.errors import (
 )
 from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
-Role = Literal["none", "local", "signature", "metrics", "reader", "member", "admin"]
+Role = Literal["none", "local", "signature", "metrics", "reader", "member", "maintainer", "admin"]
 """The required key: `none` needs no key, `local` none from this machine and any from elsewhere, and
 `signature` a signed address. Other values need a key with this role or one that includes it."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
@@ -58,7 +58,8 @@ _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
     "metrics": frozenset({"metrics"}),
     "reader": frozenset({"reader"}),
     "member": frozenset({"reader", "member"}),
-    "admin": frozenset({"metrics", "reader", "member", "admin"}),
+    "maintainer": frozenset({"metrics", "reader", "member", "maintainer"}),
+    "admin": frozenset({"metrics", "reader", "member", "maintainer", "admin"}),
 }
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
@@ -351,7 +352,7 @@ def _common_errors(role: Role) -> Iterable[type[TandemError]]:
     if role not in OPEN_ROLES:
         yield from (Unauthenticated, TokenRefused, Overloaded)
         yield PermissionDenied
-    if role in ("member", "admin"):
+    if role in ("member", "maintainer", "admin"):
         yield LimitExceeded
 
 

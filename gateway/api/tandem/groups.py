@@ -107,7 +107,7 @@ async def list_groups(access: AccessDep) -> GroupList:
 
 
 @router.operation(
-    "POST", "/groups/{name}/drain", role="admin", audit="group_drain", errors=[UnknownGroup]
+    "POST", "/groups/{name}/drain", role="maintainer", audit="group_drain", errors=[UnknownGroup]
 )
 async def drain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     """Stop placing workers on a group, even after a restart of the gateway. Its idle workers fall
@@ -116,7 +116,11 @@ async def drain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
 
 
 @router.operation(
-    "DELETE", "/groups/{name}/drain", role="admin", audit="group_undrain", errors=[UnknownGroup]
+    "DELETE",
+    "/groups/{name}/drain",
+    role="maintainer",
+    audit="group_undrain",
+    errors=[UnknownGroup],
 )
 async def undrain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     """Place workers on a group again."""

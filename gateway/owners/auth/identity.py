@@ -46,7 +46,7 @@ class Caller:
 
     @property
     def may_change(self) -> bool:
-        return self.role in ("admin", "member")
+        return self.role in ("admin", "maintainer", "member")
 
     def may_see(self, owner: str) -> bool:
         return self.role == "admin" or (owner == self.owner and self.role != "metrics")

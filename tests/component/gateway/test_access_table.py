@@ -175,8 +175,9 @@ def test_each_row_has_the_role_that_its_route_states():
         else:
             assert nobody == 401, name
             found = "admin" if member == 403 else "member" if reader == 403 else "reader"
-        # Of this table's callers, only an admin may do the same as a key for metrics.
-        assert found == ("admin" if operation.role == "metrics" else operation.role), name
+        # Of this table's callers, only an admin may do the same as other keys.
+        admins = operation.role in ("metrics", "maintainer")
+        assert found == ("admin" if admins else operation.role), name
 
 
 @pytest.mark.parametrize(("route", "method"), ROUTES)
@@ -209,6 +210,17 @@ def test_a_key_for_metrics_is_good_for_these_alone_and_not_for_what_its_owner_ha
     allowed = {route for (route, _), status in found.items() if status == 200}
     assert allowed == {"metrics_targets"}
     assert {*found.values()} == {200, 403}
+
+
+def test_a_maintainer_drains_groups_and_is_refused_at_the_routes_of_admins(world):
+    key = world.new_key("max", "maintainer")
+    restricted = {
+        (route, method): world.ask(method, CALLS[route](world), key=key).status_code
+        for route, method in ROUTES
+        if OPERATIONS[route].role in ("maintainer", "admin")
+    }
+    allowed = {route for (route, _), status in restricted.items() if status != 403}
+    assert allowed == {"drain_group", "undrain_group"}
 
 
 def test_the_key_of_a_trace_is_good_for_its_agent_alone(world):
