@@ -5,6 +5,8 @@ its name (`store`, `manifest`). A reader verifies a version first (`open_version
 removes unreferenced versions. A `delta` version holds patches of a whole version's files. `sums`
 lets an engine prove its weights.
 
+`serving` renders the commands and the manifest that serve a checkpoint without Tandem.
+
 For base models, `model_files` checks the files, `model_config` reads the configuration, `tensors`
 reads safetensors headers, and `model_store` is the folder of downloads.
 
