@@ -14,15 +14,14 @@ def train(run: BlueprintRun) -> dict[str, float]:
     teacher = run.training_client()
     examples = imperfect(WARM_UP.batch_size * run.integer("warm_up_steps"), seed=run.seed)
     sft(teacher, examples, replace(WARM_UP, seed=run.seed, tags=run.tags))
-    state = teacher.save_state("warm").result().path
+    student = run.copy_of(teacher)
     lessons = replace(
         WARM_UP, batch_size=50, learning_rate=5e-4, epochs=run.integer("teacher_epochs")
     )
     sft(teacher, sums(), lessons)
     print("The teacher has learned.")
-    taught = teacher.save_weights_for_sampler("teacher").result().path
+    taught = teacher.save_weights_and_get_sampling_client().result()
 
-    student = run.service.create_training_client_from_state(state).result()
     config = replace(
         REINFORCEMENT,
         objective="distillation",
@@ -39,7 +38,7 @@ def train(run: BlueprintRun) -> dict[str, float]:
         reward,
         config,
         evaluation=Evaluation(dataset=sums()),
-        reference=Reference(run.service.create_sampling_client(model_path=taught).result()),
+        reference=Reference(taught),
     )
     return {
         "first reward": result.steps[0].reward,

@@ -15,9 +15,8 @@ def train(run: BlueprintRun) -> dict[str, float]:
     if steps := run.integer("warm_up_steps"):
         examples = imperfect(WARM_UP.batch_size * steps, seed=run.seed)
         sft(training, examples, replace(WARM_UP, seed=run.seed, tags=run.tags))
-        warm = training.save_state("warm").result().path
-        # A new run, because the optimizer's averages of the warm-up would slow the first steps.
-        training = run.service.create_training_client_from_state(warm).result()
+        # The optimizer's averages of the warm-up would slow the first steps.
+        training = run.copy_of(training)
     config = replace(
         REINFORCEMENT,
         steps=run.integer("steps"),

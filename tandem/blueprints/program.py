@@ -1,10 +1,12 @@
 """`python -m tandem.blueprints.program`: trains one blueprint, for `running`.
 
-It reads a `ProgramRequest` in JSON from standard input, and writes a `ProgramEnd` to a file.
+It reads a `ProgramRequest` in JSON from standard input, and writes a `ProgramEnd` to an open file.
 The gateway is that of TINKER_BASE_URL."""
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 import traceback
 from importlib.util import module_from_spec, spec_from_file_location
@@ -18,16 +20,20 @@ from tandem.blueprints.run import BlueprintRun
 from tandem.errors import describe
 from tandem.protocol.worker import die_with_parent
 
+_SHORTEST_TTL = 3600
+"""Seconds. The SDK allows no shorter time for a checkpoint."""
+
 
 class ProgramRequest(BaseModel):
-    """`deadline` is in seconds from the start of each run. `result` gets the numbers as JSON."""
+    """`deadline` is in seconds from the start of each run. `result` is a file descriptor, which
+    gets the numbers as JSON. The file has no name, so that nothing is left of a killed command."""
 
     folder: Path
     model: str
     values: dict[str, Value]
     seed: int
     deadline: float
-    result: Path
+    result: int
     parent: int
 
 
@@ -46,7 +52,8 @@ def main() -> int:
     except Exception as error:  # noqa: BLE001 - another person's program
         traceback.print_exc()
         end = ProgramEnd(error=describe(error, typed=True))
-    request.result.write_text(end.model_dump_json())
+    with os.fdopen(request.result, "w", encoding="utf-8") as result:
+        result.write(end.model_dump_json())
     return 1 if end.error else 0
 
 
@@ -62,6 +69,7 @@ def _train(request: ProgramRequest) -> dict[str, float]:
             values=request.values,
             seed=request.seed,
             tags=(f"blueprint:{request.folder.name}",),
+            ttl_seconds=max(_SHORTEST_TTL, math.ceil(request.deadline)),
         )
         return {str(name): float(value) for name, value in train(run).items()}
 

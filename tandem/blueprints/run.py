@@ -15,13 +15,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BlueprintRun:
     """`service` is a session of the SDK, whose runs have a deadline. `values` are the parameters.
-    `tags` are for the records of runs, and name the blueprint."""
+    `tags` are for the records of runs, and name the blueprint. Saved states expire after
+    `ttl_seconds`, because nobody deletes those of a killed program."""
 
     service: tinker.ServiceClient
     model: str
     values: Mapping[str, Value]
     seed: int
     tags: tuple[str, ...]
+    ttl_seconds: int
 
     def training_client(self) -> tinker.TrainingClient:
         """Return a new run of the model. It trains an adapter of the rank in the parameter
@@ -32,9 +34,12 @@ class BlueprintRun:
             if rank
             else self.service.create_lora_training_client(f"{self.model}:full")
         )
-        client = made.result()
-        print(f"The run is {client.model_id}. `tandem runs show {client.model_id}` shows it.")
-        return client
+        return _announced(made.result())
+
+    def copy_of(self, training: tinker.TrainingClient) -> tinker.TrainingClient:
+        """Return a new run with the same weights, and with a new optimizer."""
+        state = training.save_state(f"copy-{self.seed}", ttl_seconds=self.ttl_seconds).result()
+        return _announced(self.service.create_training_client_from_state(state.path).result())
 
     def integer(self, name: str) -> int:
         return int(self.values[name])
@@ -44,3 +49,8 @@ class BlueprintRun:
 
     def text(self, name: str) -> str:
         return str(self.values[name])
+
+
+def _announced(client: tinker.TrainingClient) -> tinker.TrainingClient:
+    print(f"The run is {client.model_id}. `tandem runs show {client.model_id}` shows it.")
+    return client

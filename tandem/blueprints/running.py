@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from tandem.agent.exits import killed_by
 from tandem.blueprints.description import Blueprint, Value
@@ -55,17 +54,20 @@ def run_blueprint(
     usual time. The process ends with this one, and its session without a heartbeat."""
     timeout = timeout or _SLOWER * 60 * blueprint.needs.minutes
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryFile() as file:
         request = ProgramRequest(
             folder=blueprint.folder,
             model=model,
             values=dict(values),
             seed=seed,
             deadline=timeout,
-            result=Path(folder) / "result.json",
+            result=file.fileno(),
             parent=os.getpid(),
         )
-        end = _run(request, {**os.environ, **environment}, timeout)
+        fault = _run(request, {**os.environ, **environment}, timeout)
+        file.seek(0)
+        said = file.read()
+    end = ProgramEnd.model_validate_json(said) if said else ProgramEnd(error=fault)
     return BlueprintResult(
         blueprint=blueprint.name,
         model=model,
@@ -88,10 +90,15 @@ def violations_of(blueprint: Blueprint, numbers: Mapping[str, float]) -> dict[st
     return found
 
 
-def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -> ProgramEnd:
-    command = [sys.executable, "-m", "tandem.blueprints.program"]
+def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -> str:
+    """Return how the program ended, for one without a result."""
     process = subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=_STDERR, env=environment, text=True
+        [sys.executable, "-m", "tandem.blueprints.program"],
+        stdin=subprocess.PIPE,
+        stdout=_STDERR,
+        pass_fds=[request.result],
+        env=environment,
+        text=True,
     )
     try:
         process.communicate(request.model_dump_json(), timeout=timeout)
@@ -99,13 +106,10 @@ def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(_STOP_SECONDS)
-        return ProgramEnd(error=f"it did not end within {timeout:g} s")
+        return f"it did not end within {timeout:g} s"
     finally:
         process.kill()
         process.wait()
-    try:
-        return ProgramEnd.model_validate_json(request.result.read_bytes())
-    except FileNotFoundError:
-        status = process.returncode
-        how = f"was killed by {killed_by(status)}" if status < 0 else f"ended with status {status}"
-        return ProgramEnd(error=f"its process {how}")
+    status = process.returncode
+    how = f"was killed by {killed_by(status)}" if status < 0 else f"ended with status {status}"
+    return f"its process {how}"
