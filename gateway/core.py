@@ -34,6 +34,7 @@ from gateway.owners.usage.meter import SampleMeter, UsageMeter
 from gateway.owners.usage.reports import BillingReports
 from gateway.owners.usage.time_shares import Timelines
 from gateway.owners.usage.trace_exports import TraceExporter
+from gateway.playground.trials import Playground
 from gateway.recorder.store import TraceStore
 from gateway.runs.admission import OperationAdmission
 from gateway.runs.custom_losses import CustomLossStore
@@ -331,6 +332,16 @@ class Gateway:
         self.job_submission = JobSubmission(
             registry=self.jobs, models=self.models, versions=self.versions, groups=self.groups
         )
+        self.playground = Playground(
+            settings=settings.playground,
+            database=database,
+            keys=self.keys,
+            limits=self.limits,
+            models=self.models,
+            checkpoints=self.checkpoints,
+            sessions=self.sessions,
+            end_session_soon=self.end_session_soon,
+        )
         self.runs.others_of = self.jobs.count_of
         self.budgets.on_exhausted = self.end_due
         self.admission = OperationAdmission(
@@ -373,6 +384,7 @@ class Gateway:
         await self.budgets.open()
         await self.runs.resume_runs()
         await self.jobs.resume_jobs()
+        await self.playground.read_trials()
         await self.sampling.restore_sessions()
         sampled = [s for s in self.sampling.all() if not s.all_weights]
         await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
@@ -475,6 +487,12 @@ class Gateway:
     def _register_gauges(self) -> None:
         watch = self.metrics.watch
         watch("sessions", "Active sessions.", lambda: len(self.sessions.all()))
+        for state in ("waiting", "running"):
+            watch(
+                f"trials_{state}",
+                f"Trials of the playground in the state {state}.",
+                partial(self.playground.count_in, state),
+            )
         watch(
             "unknown_folders",
             "Folders of the data directory that the database does not know.",

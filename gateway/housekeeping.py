@@ -111,6 +111,7 @@ class Housekeeping:
         gateway.write_usage()
         gateway.keys.write_uses()
         gateway.refused_keys.write()
+        await gateway.playground.look_at_trials()
         await gateway.checkpoints.expire()
         await self._collect([*gateway.checkpoints.take_marked(), *gateway.sampling.expire_idle()])
         if time.monotonic() >= self._next_housekeeping:

@@ -94,6 +94,7 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.UnknownKey: "there is no key 'k-3fa2'; `tandem keys list` shows them",
     errors.UnknownTrace: "there is no trace 'tr-5a1c0e7b9d3f2468'; it may have been deleted, or "
     "ended long ago",
+    errors.UnknownTrial: "there is no trial 'trial-5a1c0e7b9d3f', or it is another owner's",
     errors.TraceEnded: "the trace tr-5a1c0e7b9d3f2468 has expired; create another one",
     errors.UnknownGroup: "there is no group 'trian'; known: train, sample-1",
     errors.UnknownOwner: "there is no owner 'anm'; `tandem owners list` shows them. The first key "

@@ -37,6 +37,7 @@ _SUBJECTS = {
         "SESSION_TTL RESULT_TTL SAMPLER_IDLE_TTL OPENAI_IDLE_TTL HISTORY_TTL "
         "WORKER_* OPERATION_TIMEOUT STOP_TIMEOUT"
     ),
+    "Playground": "PLAYGROUND_*",
     "Kubernetes": "KUBERNETES_*",
 }
 """Names without TANDEM_. A star stands for any suffix."""

@@ -195,6 +195,10 @@ class UnknownTrace(UserError):
     status = 404
 
 
+class UnknownTrial(UserError):
+    status = 404
+
+
 class TraceEnded(UserError):
     """The trace has expired or is full, so it takes no more turns."""
 

@@ -30,6 +30,7 @@ from gateway.storage.tables import (
     sampling_sessions,
     sessions,
     training_steps,
+    trials,
     usage,
     weight_versions,
     worker_events,
@@ -64,6 +65,7 @@ class Retention:
             & (has_later | operations.c.run_id.not_in(active)),
             sampling_sessions: sampling_sessions.c.ended_at < before,
             weight_versions: weight_versions.c.collected_at < before,
+            trials: trials.c.ended_at < before,
             worker_events: worker_events.c.at < now - EVENTS_TTL,
             audit: audit.c.at < now - self.audit_ttl,
         }

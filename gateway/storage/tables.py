@@ -443,6 +443,39 @@ owner_limits = Table(
     Column("tokens_before", BigInteger, nullable=False),
 )
 
+# The trials of the playground. A trial's id is the project of its sessions.
+trials = Table(
+    "trials",
+    metadata,
+    Column("id", String(64), primary_key=True),
+    Column("owner", String(100), nullable=False),
+    Column("blueprint", String(200), nullable=False),
+    Column("model", String(200), nullable=False),
+    Column("values", JSON, nullable=False),
+    Column("seed", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text, nullable=False, default=""),
+    Column("started_at", Float),
+    Column("ends_at", Float),
+    Column("ended_at", Float),
+    Column("attempt", Integer, nullable=False),
+    Column("key_id", String(64), nullable=False),
+    Column("numbers", JSON, nullable=False),
+    Column("violations", JSON, nullable=False),
+    Column("weights", String(400), nullable=False),
+    Index("trials_by_state", "state"),
+    Index("trials_by_owner", "owner", "created_at"),
+)
+
+# It has a row while the playground is closed.
+playground_closed = Table(
+    "playground_closed",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("at", Float, nullable=False),
+)
+
 # Requests that change something, with their actor, address and outcome.
 audit = Table(
     "audit",

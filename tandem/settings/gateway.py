@@ -13,6 +13,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
 from tandem.settings.paths import OptionalPath
+from tandem.settings.playground import PlaygroundSettings
 from tandem.settings.requests import MOST_PAYLOAD_BYTES, LimitSettings
 from tandem.settings.sharing import GroupSettings, SharingSettings
 from tandem.settings.workers import PoolSettings, SamplerEnvironment, TrainerEnvironment
@@ -195,6 +196,7 @@ class GatewaySettings(BaseSettings):
     kubernetes: KubernetesSettings = Field(default_factory=KubernetesSettings)
     sampler: SamplerEnvironment = Field(default_factory=SamplerEnvironment)
     limit: LimitSettings = Field(default_factory=LimitSettings)
+    playground: PlaygroundSettings = Field(default_factory=PlaygroundSettings)
 
     @model_validator(mode="after")
     def _read_database_url(self) -> Self:

@@ -225,6 +225,21 @@ def _seeds() -> Mapping[str, object]:
             "deadline": "3600",
             "ttl_seconds": 3600,
         },
+        "start_trial": {
+            "blueprint": "sft-chat",
+            "model": "tiny",
+            "values": {"steps": 3},
+            "seed": 1,
+        },
+        "change_playground": {"open": True},
+        "keep_claim": {"attempt": 1},
+        "end_claim": {
+            "attempt": 1,
+            "error": "no data",
+            "numbers": {"loss": 0.5},
+            "violations": {"loss": "0.5, and at most 0.1 is expected"},
+            "weights": "tinker://s-ab12:train:0/sampler_weights/final",
+        },
         "change_run": {
             "name": "first",
             "tags": ["a"],

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, Field
-from sqlalchemy import bindparam, insert, select, update
+from sqlalchemy import bindparam, delete, insert, select, update
 
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
@@ -156,6 +156,12 @@ class KeyStore:
             durable=True,
         )
         return key
+
+    async def remove(self, key_id: str) -> None:
+        """Revoke a key at once and forget it. Idempotent."""
+        self._keys.pop(key_id, None)
+        self._unwritten.discard(key_id)
+        await self._database.write(delete(keys).where(keys.c.id == key_id), durable=True)
 
     def _key(self, secret: str, new: NewKey, *, local: bool = False) -> Key:
         digest, now = digest_of(secret.encode()), self._clock()

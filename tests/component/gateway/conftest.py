@@ -9,6 +9,7 @@ import tinker
 from typer.testing import CliRunner
 
 from tandem.cli.main import app
+from tandem.settings.playground import PlaygroundSettings
 from tests.support.gateway.access_world import GROUPS, World
 from tests.support.gateway.running import KEY, running_gateway
 from tests.support.ports import known_port
@@ -23,7 +24,8 @@ def gate(tmp_path_factory):
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
-    with running_gateway(folder, session_ttl=600, groups=GROUPS) as gate:
+    playground = PlaygroundSettings(runs=1)
+    with running_gateway(folder, session_ttl=600, groups=GROUPS, playground=playground) as gate:
         yield World(gate, folder)
 
 

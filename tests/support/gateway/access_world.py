@@ -193,6 +193,24 @@ class World:
             self._job = self.ask("POST", call, key=self.keys["member"]).json()["id"]
         return self._job
 
+    def new_trial(self, *, running: bool = False) -> str:
+        """Return the id of a trial of ann's. Others have none."""
+        self.end_trials()
+        body = {"blueprint": "grpo-arithmetic", "model": "tiny"}
+        made = self.ask("POST", Call(f"{OWN}/playground/trials", body), key=self.keys["member"])
+        if running:
+            self.gate.run(self.gate.gateway.playground.claim_trial())
+        return made.json()["id"]
+
+    def end_trials(self) -> None:
+        async def end() -> None:
+            playground = self.gate.gateway.playground
+            for trial in playground.all():
+                await playground.end_trial(trial, "a test ends it")
+            await playground.look_at_trials()
+
+        self.gate.run(end())
+
     def new_run(self) -> str:
         """Return the id of a run in a new session of ann's."""
         session = self.session if self.run == "none yet" else self.new_session()
@@ -327,6 +345,22 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "create_job": lambda w: Call(f"{OWN}/jobs", job_body("tiny")),
     "list_jobs": _get(f"{OWN}/jobs"),
     "get_job": lambda w: Call(f"{OWN}/jobs/{w.job()}"),
+    "get_playground": _get(f"{OWN}/playground"),
+    "change_playground": lambda w: Call(f"{OWN}/playground", {"open": True}),
+    "start_trial": lambda w: (
+        w.end_trials()
+        or Call(f"{OWN}/playground/trials", {"blueprint": "grpo-arithmetic", "model": "tiny"})
+    ),
+    "list_trials": _get(f"{OWN}/playground/trials"),
+    "get_trial": lambda w: Call(f"{OWN}/playground/trials/{w.new_trial()}"),
+    "end_trial": lambda w: Call(f"{OWN}/playground/trials/{w.new_trial()}/end"),
+    "claim_trial": lambda w: Call(f"{OWN}/playground/claims"),
+    "keep_claim": lambda w: Call(
+        f"{OWN}/playground/claims/{w.new_trial(running=True)}", {"attempt": 1}
+    ),
+    "end_claim": lambda w: Call(
+        f"{OWN}/playground/claims/{w.new_trial(running=True)}/end", {"attempt": 1, "error": "no"}
+    ),
     "stop_run": lambda w: Call(f"{OWN}/runs/{w.new_run()}/stop", {"discard": True}),
     "get_run": lambda w: Call(f"{OWN}/runs/{w.run}"),
     "change_run": lambda w: Call(f"{OWN}/runs/{w.run}", {"tags": ["a"]}),

@@ -1,0 +1,360 @@
+"""The trials of the playground, from their request until nothing of them is left."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from sqlalchemy import delete, func, insert, or_, select, update
+
+from gateway.checkpoints.base_models import BaseModels
+from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.owners.auth.keys import KeyStore, NewKey
+from gateway.owners.limits import Quotas
+from gateway.owners.sessions.registry import SessionRegistry
+from gateway.playground.queue import Trial, next_trial, place_of, waiting
+from gateway.storage.database import Database, from_row
+from gateway.storage.tables import playground_closed, runs, sessions, trials, usage
+from tandem.blueprints.catalog import blueprint_named, find_blueprints
+from tandem.blueprints.description import Blueprint
+from tandem.errors import (
+    InvalidField,
+    Overloaded,
+    PermissionDenied,
+    TandemError,
+    UnknownTrial,
+)
+from tandem.settings.playground import PlaygroundSettings
+from tandem.telemetry import get_log
+
+MOST_WAITING = 100
+_SILENCE = 30.0
+"""Seconds after which a silent runner is lost."""
+_MOST_ATTEMPTS = 2
+_RETRY_AFTER = 10.0
+
+
+@dataclass(frozen=True)
+class ClaimedTrial:
+    """A trial for a runner. `key` is the secret of a key of the visitor."""
+
+    trial: Trial
+    key: str
+
+
+@dataclass(eq=False, repr=False, kw_only=True)
+class Playground:
+    """`end_session_soon` begins the end of a session."""
+
+    settings: PlaygroundSettings
+    database: Database
+    keys: KeyStore
+    limits: Quotas
+    models: BaseModels
+    checkpoints: CheckpointCatalog
+    sessions: SessionRegistry
+    end_session_soon: Callable[..., None]
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
+        self._live: dict[str, Trial] = {}
+        self._heard: dict[str, float] = {}
+        self._claiming, self._looking = asyncio.Lock(), asyncio.Lock()
+        self.closed = False
+        self._log = get_log()
+
+    async def read_trials(self) -> None:
+        """Read the trials of an earlier gateway. Their runners have their whole time again."""
+        rows = await self.database.read(select(trials).where(trials.c.state != "ended"))
+        self._live = {row["id"]: from_row(Trial, row) for row in rows}
+        self._heard = dict.fromkeys(self._live, self.clock())
+        self.closed = bool(await self.database.read(select(playground_closed)))
+
+    def all(self) -> list[Trial]:
+        """Return the trials that have not ended."""
+        return list(self._live.values())
+
+    def place_of(self, trial: Trial) -> int:
+        return place_of(trial, self.all())
+
+    def count_in(self, state: str) -> int:
+        return sum(each.state == state for each in self.all())
+
+    async def find_trial(self, trial_id: str) -> Trial:
+        """Return a trial, also an ended one. Raises `UnknownTrial`."""
+        found = self._live.get(trial_id)
+        if found is None:
+            row = await self.database.read_one(select(trials).where(trials.c.id == trial_id))
+            if row is None:
+                raise unknown_trial(trial_id)
+            found = from_row(Trial, row)
+        return found
+
+    async def list_trials(self, owner: str | None, *, limit: int, offset: int) -> list[Trial]:
+        """Return a page of trials, newest first. None stands for all owners."""
+        newest = select(trials).order_by(trials.c.created_at.desc(), trials.c.id)
+        if owner is not None:
+            newest = newest.where(trials.c.owner == owner)
+        rows = await self.database.read(newest.limit(limit).offset(offset))
+        return [self._live.get(row["id"]) or from_row(Trial, row) for row in rows]
+
+    async def blueprints(self) -> dict[str, Blueprint | str]:
+        """Return the blueprints by name, or the reason why one is unusable."""
+        return await asyncio.to_thread(find_blueprints)
+
+    # --- Requests of visitors -----------------------------------------------------------------
+
+    async def start_trial(
+        self, owner: str, *, blueprint: str, model: str, values: Mapping[str, object], seed: int
+    ) -> Trial:
+        """Put a trial into the queue, and return it when it is durable.
+
+        Raises `PermissionDenied` while the playground is closed, `Overloaded` with the place in the
+        queue for an owner with a trial, and for a full queue. Raises `InvalidField`,
+        `InvalidRequest`, `UnknownModel` or `UserError` for a wrong request, and `BudgetExhausted`,
+        `StorageFull` or `StorageFailed`."""
+        self._check_open()
+        found = await asyncio.to_thread(blueprint_named, blueprint)
+        checked = found.values_of(values)
+        name = self.models.get(model).name
+        if not found.fits(name):
+            known = ", ".join(found.models)
+            raise InvalidField(f"{blueprint} is for {known}; {name} does not fit", field="model")
+        self.limits.check_budget(owner)
+        self._check_room(owner)
+        trial = Trial(
+            id=f"trial-{secrets.token_hex(6)}",
+            owner=owner,
+            blueprint=blueprint,
+            model=name,
+            values=checked,
+            seed=seed,
+            created_at=self.clock(),
+        )
+        self._live[trial.id] = trial  # before the write, so that a second request sees it
+        try:
+            await self.database.write(insert(trials), vars(trial), durable=True)
+        except BaseException:
+            del self._live[trial.id]
+            raise
+        return trial
+
+    async def end_trial(self, trial: Trial, reason: str) -> Trial:
+        """Begin the end of a trial. Only the first call counts."""
+        now = self._live.get(trial.id)
+        if now is None or now.state == "ending":
+            return now or trial
+        ended = await self._change(trial, state="ending", reason=reason)
+        self._log.info("trial_ends", trial=trial.id, owner=trial.owner, reason=reason)
+        await self._remove_key(trial)
+        return ended
+
+    async def set_closed(self, closed: bool) -> None:
+        """Close the playground, or open it. A closed one starts no trial. Running trials go on."""
+        change = self.database.insert_or_replace(playground_closed)
+        if closed:
+            await self.database.write(change, {"at": self.clock(), "id": 1}, durable=True)
+        else:
+            await self.database.write(delete(playground_closed), durable=True)
+        self.closed = closed
+
+    def _check_open(self) -> None:
+        if not self.settings.runs:
+            raise PermissionDenied(
+                "this gateway has no playground; an admin opens one with TANDEM_PLAYGROUND_RUNS"
+            )
+        if self.closed:
+            raise PermissionDenied("the playground is closed for now; come back later")
+
+    def _check_room(self, owner: str) -> None:
+        own = next((each for each in self.all() if each.owner == owner), None)
+        if own is not None:
+            place = self.place_of(own)
+            where = f"number {place} in the queue" if place else own.state
+            raise Overloaded(
+                f"you have the trial {own.id} already, which is {where}; end it, or wait for its "
+                "end",
+                limit="trials",
+                position=place,
+                retry_after=_RETRY_AFTER,
+            )
+        if len(waiting(self.all())) >= MOST_WAITING:
+            raise Overloaded(
+                f"{MOST_WAITING} trials wait already; come back later",
+                limit="trials",
+                position=MOST_WAITING + 1,
+                retry_after=_RETRY_AFTER,
+            )
+
+    # --- Requests of runners ------------------------------------------------------------------
+
+    async def claim_trial(self) -> ClaimedTrial | None:
+        """Give the next trial to a runner, None if nothing may start now."""
+        async with self._claiming:
+            trial = None if self.closed else next_trial(self.all(), runs=self.settings.runs)
+            if trial is None:
+                return None
+            now, seconds = self.clock(), 60 * self.settings.minutes
+            key, secret = await self.keys.create(
+                NewKey(owner=trial.owner, role="member", name=trial.id, expires_in=seconds)
+            )
+            self._heard[trial.id] = now
+            if self._live.get(trial.id) is not trial:  # ended meanwhile
+                await self.keys.remove(key.id)
+                return None
+            claimed = await self._change(
+                trial,
+                state="running",
+                reason="",
+                started_at=now,
+                ends_at=now + seconds,
+                attempt=trial.attempt + 1,
+                key_id=key.id,
+            )
+            return ClaimedTrial(claimed, secret)
+
+    def hear_runner(self, trial_id: str, attempt: int) -> bool:
+        """Note that a runner lives. Return whether its attempt goes on."""
+        trial = self._live.get(trial_id)
+        if trial is None or (trial.state, trial.attempt) != ("running", attempt):
+            return False
+        self._heard[trial_id] = self.clock()
+        return True
+
+    async def finish_attempt(
+        self,
+        trial_id: str,
+        attempt: int,
+        *,
+        error: str,
+        numbers: Mapping[str, float],
+        violations: Mapping[str, str],
+        weights: str,
+    ) -> None:
+        """Note the result of an attempt. That of an earlier attempt changes nothing."""
+        if not self.hear_runner(trial_id, attempt):
+            return
+        trial = self._live[trial_id]
+        if error:
+            await self.end_trial(trial, error)
+            return
+        await self._change(
+            trial,
+            state="open",
+            numbers=dict(numbers),
+            violations=dict(violations),
+            weights=weights,
+        )
+        await self._remove_key(trial)
+
+    # --- Periodic work ------------------------------------------------------------------------
+
+    async def look_at_trials(self) -> None:
+        """End trials whose time or tokens are used up, queue those of lost runners again, and
+        remove the things of ending ones."""
+        async with self._looking:
+            now = self.clock()
+            used = await self._used_tokens()
+            for trial in self.all():
+                if trial.state == "ending":
+                    await self._remove_things(trial)
+                elif (
+                    trial.ends_at is not None and trial.state != "waiting" and now >= trial.ends_at
+                ):
+                    over = f"its time is over: {self.settings.minutes:g} minutes"
+                    await self.end_trial(trial, over)
+                elif used.get(trial.id, 0) >= self.settings.tokens:
+                    spent = (
+                        f"its budget is used up: {used[trial.id]} of {self.settings.tokens} tokens"
+                    )
+                    await self.end_trial(trial, spent)
+                elif trial.state == "running" and now - self._heard[trial.id] > _SILENCE:
+                    await self._lose_runner(trial)
+
+    async def _lose_runner(self, trial: Trial) -> None:
+        lost = f"its runner was silent for {_SILENCE:g} s"
+        if trial.attempt >= _MOST_ATTEMPTS:
+            await self.end_trial(trial, f"{lost}, {_MOST_ATTEMPTS} times")
+            return
+        self._log.warning("trial_waits_again", trial=trial.id, reason=lost)
+        await self._change(trial, state="waiting", reason=lost)
+        await self._remove_key(trial)
+        self._end_sessions(trial)
+
+    def _end_sessions(self, trial: Trial) -> bool:
+        """Begin the ends of a trial's sessions. Return whether none is left."""
+        mine = (trial.id, trial.owner)
+        left = [each for each in self.sessions.all() if (each.project_id, each.owner) == mine]
+        for session in left:
+            self.end_session_soon(
+                session.id, state="expired", reason="expired", detail=trial.reason
+            )
+        return not left
+
+    async def _remove_things(self, trial: Trial) -> None:
+        if not self._end_sessions(trial):
+            return
+        rows = await self.database.read(
+            select(runs.c.id, runs.c.state).where(
+                runs.c.project_id == trial.id, runs.c.owner == trial.owner
+            )
+        )
+        if any(row["state"] == "active" for row in rows):
+            return
+        for row in rows:
+            async for page in self.checkpoints.of_run(row["id"]):
+                for checkpoint in page:
+                    await self.checkpoints.delete(checkpoint)
+        await self._change(trial, state="ended", ended_at=self.clock())
+        del self._live[trial.id]
+        self._heard.pop(trial.id, None)
+
+    async def _remove_key(self, trial: Trial) -> None:
+        if trial.key_id:
+            await self.keys.remove(trial.key_id)
+
+    async def _used_tokens(self) -> dict[str, int]:
+        """Return the tokens of each trial: of its sessions, and of chats with its weights."""
+        found = [each.id for each in self.all() if each.state in ("running", "open")]
+        if not found:
+            return {}
+        tokens = usage.c.input_tokens - usage.c.cached_tokens + usage.c.output_tokens
+        of_session = select(sessions.c.project_id).where(sessions.c.id == usage.c.session_id)
+        of_run = select(runs.c.project_id).where(runs.c.id == usage.c.run_id)
+        trial = func.coalesce(of_run.scalar_subquery(), of_session.scalar_subquery())
+        mine = or_(
+            usage.c.session_id.in_(select(sessions.c.id).where(sessions.c.project_id.in_(found))),
+            usage.c.run_id.in_(select(runs.c.id).where(runs.c.project_id.in_(found))),
+        )
+        rows = await self.database.read(
+            select(trial.label("trial"), usage.c.owner, func.sum(tokens).label("tokens"))
+            .where(mine)
+            .group_by("trial", usage.c.owner)
+        )
+        # Anybody can name a project.
+        return {
+            each.id: int(row["tokens"])
+            for row in rows
+            if (each := self._live[row["trial"]]).owner == row["owner"]
+        }
+
+    async def _change(self, trial: Trial, **values: object) -> Trial:
+        """Change a trial in the table and in memory. Raises `StorageFailed` or `StorageFull`."""
+        before = self._live[trial.id]
+        changed = self._live[trial.id] = replace(before, **values)  # type: ignore[arg-type]
+        try:
+            await self.database.write(
+                update(trials).where(trials.c.id == trial.id).values(**values), durable=True
+            )
+        except TandemError:
+            if self._live.get(trial.id) is changed:
+                self._live[trial.id] = before
+            raise
+        return changed
+
+
+def unknown_trial(trial_id: str) -> UnknownTrial:
+    return UnknownTrial(f"there is no trial {trial_id[:100]!r}, or it is another owner's")
