@@ -128,6 +128,7 @@ nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@scripts/kubeflow.sh
+	@scripts/kserve.sh
 	@scripts/environments.sh
 	@scripts/axe.sh
 	@scripts/trl.sh

@@ -1,4 +1,4 @@
-"""`tandem checkpoints`: list, delete and export the checkpoints of training runs."""
+"""`tandem checkpoints`: list, delete, export and serve the checkpoints of training runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 import httpx
@@ -23,18 +23,33 @@ from tandem.cli.context import (
     new_commands,
     read_pages,
     say,
+    say_aside,
 )
 from tandem.cli.run_names import run_in_url
 from tandem.cli.tables import Column, moment, say_rest, show_table
 from tandem.errors import InvalidRequest, NameTaken, ServerError, UserError, describe
 from tandem.protocol.own_machine import http_client
 from tandem.weights.model_files import ties_head
+from tandem.weights.model_store import read_record
+from tandem.weights.serving import (
+    Precision,
+    ServedCheckpoint,
+    hub_address,
+    inference_service,
+    inference_service_yaml,
+    vllm_commands,
+    vllm_script,
+)
 
-app = new_commands("Checkpoints: list, delete and export.")
+app = new_commands("Checkpoints: list, delete, export and serve.")
 
 _PREFIX = "tinker://"
 _BLOCK_BYTES = 2**20
 _MERGE_TIMEOUT = 3600
+_HEAD_NOTE = (
+    "Note: this adapter changes the output head. If vLLM cannot load it, use --merged, or train "
+    "with train_unembed=False."
+)
 _PATH = typer.Argument(help="Such as tinker://RUN/sampler_weights/NAME.")
 
 
@@ -141,7 +156,8 @@ def export(
         partial.mkdir(parents=True)
         size = sum(_download(url, partial / name) for name, url in sorted(urls.items()))
         if "adapter_config.json" in urls:
-            base = base or _registered_base(data_dir, path, needed=merged)
+            name = _loading_facts(data_dir, path)["base_model"]
+            base = base or _registered_base(data_dir, name, needed=merged)
         if merged and base:
             if not base.is_dir():
                 raise InvalidRequest(
@@ -162,6 +178,63 @@ def export(
     say(f"{path} is in {directory}{' (merged)' if merged else ''}.")
     if note:
         say(f"Note: {note}.")
+
+
+@app.command("serve")
+def serve(
+    path: Annotated[str, _PATH],
+    server: Annotated[
+        Literal["vllm", "kserve"],
+        typer.Option("--as", help="Commands for `vllm serve`, or KServe's InferenceService."),
+    ] = "vllm",
+    storage: Annotated[
+        str,
+        typer.Option("--storage", metavar="URI", help="KServe: where you put the exported files."),
+    ] = "",
+    base: Annotated[
+        str,
+        typer.Option(
+            "--base",
+            help="An adapter's base model: hf://ORG/NAME:REVISION, a folder (vLLM), or another URI "
+            "(KServe). Default: the registered one.",
+        ),
+    ] = "",
+    merged: Annotated[
+        bool, typer.Option("--merged", help="Merge a LoRA adapter into its base model.")
+    ] = False,
+    name: Annotated[
+        str, typer.Option("--name", help="The clients' name. Default: the checkpoint's.")
+    ] = "",
+    dtype: Annotated[Precision, typer.Option("--dtype", help="Of the weights.")] = "bfloat16",
+    gpus: Annotated[int, typer.Option("--gpus", min=0, help="KServe: how many.")] = 1,
+    data_dir: DataDir = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Print how to serve a checkpoint without Tandem. This starts nothing.
+
+    Example: tandem checkpoints serve tinker://RUN/sampler_weights/final --as vllm"""
+    _split(path)
+    facts = _loading_facts(data_dir, path)
+    rank = facts.get("lora_rank") if facts["is_lora"] else None
+    if rank is not None and not merged:
+        base = base or _origin(_registered_base(data_dir, facts["base_model"], needed=True))
+        if facts.get("train_unembed"):
+            say_aside(_HEAD_NOTE)
+    served = ServedCheckpoint(
+        path=path, rank=rank, base=base, merged=merged, name=name, dtype=dtype
+    )
+    if server == "vllm":
+        end_if_json(as_json, {"commands": vllm_commands(served)})
+        print(vllm_script(served), end="")
+        return
+    end_if_json(as_json, inference_service(served, storage=storage, gpus=gpus))
+    print(inference_service_yaml(served, storage=storage, gpus=gpus), end="")
+
+
+def _origin(folder: Path | None) -> str:
+    """Return a base model's address at its hub, or the folder."""
+    record = read_record(folder) if folder else None
+    return hub_address(record) if record else str(folder or "")
 
 
 def _newest(data_dir: Path | None, most: int | None) -> tuple[list[Row], int]:
@@ -206,10 +279,14 @@ def _download(url: str, target: Path) -> int:
     return size
 
 
-def _registered_base(data_dir: Path | None, path: str, *, needed: bool) -> Path | None:
-    """Return the folder of a checkpoint's base model. None if it is unknown and not `needed`."""
-    info = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
-    name = info["base_model"]
+def _loading_facts(data_dir: Path | None, path: str) -> Row:
+    """Return the base model's name, `base_model`, and the facts of an adapter."""
+    facts: Row = call(data_dir, "POST", "weights_info", body={"tinker_path": path}, api=TINKER_API)
+    return facts
+
+
+def _registered_base(data_dir: Path | None, name: str, *, needed: bool) -> Path | None:
+    """Return the folder of a base model. None if it is unknown and not `needed`."""
     for model in call(data_dir, "GET", "models")["models"]:
         if model["name"] == name and model["path"]:
             return Path(model["path"])

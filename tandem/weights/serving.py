@@ -1,7 +1,7 @@
 """Commands and a manifest that serve a checkpoint without Tandem: `vllm serve`, or KServe.
 
-KServe's runtime for Hugging Face models takes the options of `vllm serve` as arguments. The
-manifest was checked with KServe 0.21."""
+KServe's runtime for Hugging Face models takes the options of `vllm serve` as arguments. An adapter
+beside a base model needs KServe 0.16."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ class ServedCheckpoint:
                 f"{self.model[:140]!r} cannot name a model: use 1 to 128 of A-Z a-z 0-9 . _ -",
                 field="name",
             )
+        if self.merged and self.rank is None:
+            raise InvalidField(f"{self.path} holds no LoRA adapter to merge", field="merged")
         if (self.adapter_rank or 0) > _RANKS[-1]:
             raise InvalidField(
                 f"vLLM serves adapters up to rank {_RANKS[-1]}, not {self.rank}; merge the adapter",

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tandem.errors import InvalidRequest, NameTaken, UnknownWeights
+from tandem.errors import InvalidField, InvalidRequest, NameTaken, UnknownWeights
+from tandem.weights.serving import ServedCheckpoint, inference_service, vllm_script
 from tests.support.gateway.checkpoints import listed, place, step
 from tests.support.gateway.running import KEY
 from tests.support.sdk import run_tinker
@@ -62,3 +63,25 @@ def test_tandem_merges_adapters_alone(training, tandem_command, tmp_path):
     with pytest.raises(InvalidRequest, match="no LoRA adapter"):
         tandem_command("export", path, str(tmp_path / "out"), "--merged")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tandem_prints_how_to_serve_whole_models_and_adapters(
+    training, service, tandem, tandem_command
+):
+    whole = training.save_weights_for_sampler("whole").result().path
+    assert tandem("checkpoints", "serve", whole) == vllm_script(ServedCheckpoint(whole))
+    run = service.create_lora_training_client("tiny", rank=8, train_unembed=False).result()
+    path = run.save_weights_for_sampler("adapter").result().path
+    base = next(m["path"] for m in json.loads(tandem("models", "list", "--json"))["models"])
+    assert tandem("checkpoints", "serve", path, "--dtype", "float32") == vllm_script(
+        ServedCheckpoint(path, rank=8, base=base, dtype="float32")
+    )
+    kserve = ("serve", path, "--as", "kserve", "--storage", "s3://bucket/adapter", "--gpus", "2")
+    with pytest.raises(InvalidField, match="base is"):
+        tandem_command(*kserve)
+    at_hub = ServedCheckpoint(path, rank=8, base="hf://org/tiny:main")
+    expected = inference_service(at_hub, storage="s3://bucket/adapter", gpus=2)
+    assert tandem_command(*kserve, "--base", "hf://org/tiny:main") == expected
+    assert "--merged" in tandem("checkpoints", "serve", path, "--merged")
+    with pytest.raises(InvalidField, match="no LoRA adapter"):
+        tandem("checkpoints", "serve", whole, "--merged")
