@@ -17,6 +17,7 @@ from tandem.cli import (
     blueprint,
     chat,
     checkpoints,
+    ci,
     config,
     demo,
     doctor,
@@ -60,6 +61,7 @@ app.command("view", here=True)(view.view)
 app.command("version", here=True)(observe.version)
 app.command("ping")(observe.ping)
 app.add_typer(blueprint.app, name="blueprint")
+app.add_typer(ci.app, name="ci")
 app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
