@@ -49,11 +49,13 @@ test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…
 conformance: setup ## Checks every public method of the SDK against its documented meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)
 
-lint: setup      ## ruff, mypy (strict), import-linter.
+lint: setup      ## ruff, mypy (strict), import-linter; zizmor and actionlint for the workflows.
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
+	@.venv/bin/zizmor --offline --pedantic --quiet .github
+	@scripts/actionlint.sh
 
 bench: setup     ## Measures Tandem beside its floor, in one run; writes benchmarks/results/.
 	@.venv/bin/python -m benchmarks $(ARGS)

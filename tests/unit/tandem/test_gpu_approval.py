@@ -32,7 +32,7 @@ TABLE = [
     (LABELED, LABELS, CODE, FIRST, "'ann' approved"),
     (LABELED, LABELS, (), FIRST, "'ann' approved"),
     (LABELED, LABELS, DOCUMENTS, "", "only documents"),
-    (LABELED, LABELS, ("docs/x.py", "docsx/y.py"), FIRST, "'ann' approved"),
+    (LABELED, LABELS, ("docs/loop.md", "docsx/loop.py"), FIRST, "'ann' approved"),
     (LABELED, ApprovalRules(), CODE, "", "no maintainers are named"),
     (LABELED, REVIEWS, CODE, "", "no maintainers are named"),
     (f"{LABELED}_otherwise", LABELS, CODE, "", "the label 'bug' approves nothing"),
