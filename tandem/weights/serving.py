@@ -97,10 +97,8 @@ def vllm_commands(served: ServedCheckpoint) -> list[list[str]]:
         download.append("--merged")
     words = ["vllm", "serve"]
     if served.adapter_rank is not None:
-        words += [
-            *_vllm_base(served.base),
-            *_lora_options(served.adapter_rank, served.model, folder),
-        ]
+        lora = _lora_options(served.adapter_rank, served.model, folder)
+        words += [*_vllm_base(served.base), *lora]
     else:
         words += [folder, f"--served-model-name={served.model}"]
     return [download, [*words, f"--dtype={served.dtype}"]]
@@ -114,14 +112,12 @@ def vllm_script(served: ServedCheckpoint) -> str:
 def inference_service(served: ServedCheckpoint, *, storage: str, gpus: int = 1) -> Manifest:
     """Return an `InferenceService` that reads the downloaded files at `storage`, such as
     `s3://BUCKET/FOLDER` or `pvc://CLAIM/FOLDER`. Raises `InvalidField`."""
-    _check_address(storage, "storage", "upload the downloaded files there")
+    _check_address(storage, "storage", "the downloaded files")
     predictor: Manifest = {}
     model: Manifest = {"modelFormat": {"name": "huggingface"}}
     arguments = ["--backend=vllm", f"--dtype={served.dtype}"]
-    if gpus > 1:
-        arguments.append(f"--tensor-parallel-size={gpus}")
     if served.adapter_rank is not None:
-        _check_address(served.base, "base", "an adapter needs its base model there")
+        _check_address(served.base, "base", "the base model")
         base, adapter = _mounted("base", served.base), _mounted("adapter", storage)
         predictor["storageUris"] = [base[0], adapter[0]]
         lora = _lora_options(served.adapter_rank, served.model, adapter[1])
@@ -147,7 +143,9 @@ def inference_service_yaml(served: ServedCheckpoint, *, storage: str, gpus: int 
 def _lora_options(rank: int, name: str, path: str) -> list[str]:
     most = next(each for each in _RANKS if each >= rank)
     module = json.dumps({"name": name, "path": path})
-    return ["--enable-lora", f"--max-lora-rank={most}", "--lora-modules", module]
+    # A base model of the adapter's name would answer in its place, as KServe's default name may be.
+    own = f"--served-model-name={name}-base"
+    return [own, "--enable-lora", f"--max-lora-rank={most}", "--lora-modules", module]
 
 
 def _vllm_base(base: str) -> list[str]:
@@ -162,12 +160,12 @@ def _vllm_base(base: str) -> list[str]:
     return [base if base.startswith(("/", "./")) else f"./{base}"]  # vLLM must not ask a hub
 
 
-def _check_address(address: str, field: str, why: str) -> None:
+def _check_address(address: str, field: str, what: str) -> None:
     hub = address.startswith(_HUB)
     parts = address.partition("://")[2].split("/")
     if not _URI.fullmatch(address) or ".." in parts or (hub and len(parts) != 2):
         raise InvalidField(
-            f"{field} is {address[:200]!r}: {why}. KServe reads hf://ORG/NAME:REVISION, "
+            f"{field} is {address[:200]!r}, and KServe reads {what} at hf://ORG/NAME:REVISION, "
             "s3://BUCKET/FOLDER, gs://BUCKET/FOLDER, pvc://CLAIM/FOLDER, oci:// or https://",
             field=field,
         )

@@ -33,7 +33,8 @@ hostile = st.text(
 def test_an_adapter_is_served_beside_its_base_model():
     assert vllm_script(LORA) == (
         f"tandem checkpoints export {PATH} ./Final_2\n"
-        "vllm serve Qwen/Qwen3-0.6B --revision=c1899de --enable-lora --max-lora-rank=32 "
+        "vllm serve Qwen/Qwen3-0.6B --revision=c1899de "
+        "--served-model-name=Final_2-base --enable-lora --max-lora-rank=32 "
         """--lora-modules '{"name": "Final_2", "path": "./Final_2"}' --dtype=bfloat16\n"""
     )
 
@@ -67,8 +68,8 @@ spec:
       args:
       - --backend=vllm
       - --dtype=bfloat16
-      - --tensor-parallel-size=2
       - --model_dir=/mnt/models/base
+      - --served-model-name=Final_2-base
       - --enable-lora
       - --max-lora-rank=32
       - --lora-modules
