@@ -40,6 +40,7 @@ def train(run: BlueprintRun) -> dict[str, float]:
         evaluation=Evaluation(dataset=sums()),
         reference=Reference(taught),
     )
+    run.save_weights(student)
     return {
         "first reward": result.steps[0].reward,
         "last reward": result.steps[-1].reward,

@@ -32,7 +32,8 @@ def train(run: BlueprintRun) -> dict[str, float]:
         tags=run.tags,
     )
     held_out = [Preference("7+8=", "15", excuse) for excuse in EXCUSES]
-    fitted = dpo(
-        run.training_client(), preferences(BATCH * steps, run.seed), config, evaluation=held_out
-    )
+    training = run.training_client()
+    pairs = preferences(BATCH * steps, run.seed)
+    fitted = dpo(training, pairs, config, evaluation=held_out)
+    run.save_weights(training)
     return {"first loss": fitted.steps[0]["loss"], **fitted.evaluations[fitted.step]}

@@ -28,6 +28,7 @@ def train(run: BlueprintRun) -> dict[str, float]:
         tags=run.tags,
     )
     result = reinforce(training, sums(), reward, config, evaluation=Evaluation(dataset=sums()))
+    run.save_weights(training)
     return {
         "first reward": result.steps[0].reward,
         "last reward": result.steps[-1].reward,

@@ -36,12 +36,14 @@ def train(run: BlueprintRun) -> dict[str, float]:
         name=f"sft-chat {run.seed}",
         tags=run.tags,
     )
+    training = run.training_client()
     fitted = sft(
-        run.training_client(),
+        training,
         dialogues(BATCH * steps, run.seed),
         config,
         evaluation=dialogues(4 * BATCH, run.seed + 1_000_000),
     )
+    run.save_weights(training)
     return {
         "first loss": fitted.steps[0]["loss"],
         "last loss": fitted.evaluations[fitted.step]["loss"],

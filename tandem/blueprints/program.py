@@ -38,9 +38,10 @@ class ProgramRequest(BaseModel):
 
 
 class ProgramEnd(BaseModel):
-    """The program's numbers, or the error that ended it."""
+    """The program's numbers and the path of its tuned weights, or the error that ended it."""
 
     numbers: dict[str, FiniteFloat] = Field(default_factory=dict)
+    weights: str = ""
     error: str = ""
 
 
@@ -48,7 +49,7 @@ def main() -> int:
     request = ProgramRequest.model_validate_json(sys.stdin.buffer.read())
     die_with_parent(request.parent)
     try:
-        end = ProgramEnd(numbers=_train(request))
+        end = _train(request)
     except Exception as error:  # noqa: BLE001 - another person's program
         traceback.print_exc()
         end = ProgramEnd(error=describe(error, typed=True))
@@ -57,7 +58,7 @@ def main() -> int:
     return 1 if end.error else 0
 
 
-def _train(request: ProgramRequest) -> dict[str, float]:
+def _train(request: ProgramRequest) -> ProgramEnd:
     import tinker
 
     train = _load(request.folder / PROGRAM).train
@@ -71,7 +72,8 @@ def _train(request: ProgramRequest) -> dict[str, float]:
             tags=(f"blueprint:{request.folder.name}",),
             ttl_seconds=max(_SHORTEST_TTL, math.ceil(request.deadline)),
         )
-        return {str(name): float(value) for name, value in train(run).items()}
+        numbers = {str(name): float(value) for name, value in train(run).items()}
+        return ProgramEnd(numbers=numbers, weights=run.saved[-1] if run.saved else "")
 
 
 def _load(file: Path) -> ModuleType:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tandem.blueprints.description import Value
@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BlueprintRun:
     """`service` is a session of the SDK, whose runs have a deadline. `values` are the parameters.
-    `tags` are for the records of runs, and name the blueprint. Saved states expire after
-    `ttl_seconds`, because nobody deletes those of a killed program."""
+    `tags` are for the records of runs, and name the blueprint. Saved states and
+    weights expire after `ttl_seconds`, because nobody deletes those of a killed program. `saved`
+    has the paths of the tuned weights."""
 
     service: tinker.ServiceClient
     model: str
@@ -24,6 +25,7 @@ class BlueprintRun:
     seed: int
     tags: tuple[str, ...]
     ttl_seconds: int
+    saved: list[str] = field(default_factory=list)
 
     def training_client(self) -> tinker.TrainingClient:
         """Return a new run of the model. It trains an adapter of the rank in the parameter
@@ -40,6 +42,11 @@ class BlueprintRun:
         """Return a new run with the same weights, and with a new optimizer."""
         state = training.save_state(f"copy-{self.seed}", ttl_seconds=self.ttl_seconds).result()
         return _announced(self.service.create_training_client_from_state(state.path).result())
+
+    def save_weights(self, training: tinker.TrainingClient) -> None:
+        """Save the tuned weights for samplers, so that people can chat with them."""
+        saved = training.save_weights_for_sampler("tuned", ttl_seconds=self.ttl_seconds).result()
+        self.saved.append(saved.path)
 
     def integer(self, name: str) -> int:
         return int(self.values[name])

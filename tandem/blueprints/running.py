@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -18,13 +18,15 @@ from tandem.blueprints.program import ProgramEnd, ProgramRequest
 _SLOWER = 10.0
 """The factor of the usual time after which a run ends."""
 _STOP_SECONDS = 10.0
+_LOOK_SECONDS = 2.0
 _STDERR = 2
 
 
 @dataclass(frozen=True)
 class BlueprintResult:
     """`violations` has a sentence for each number that is missing or beyond its bound. `error` is
-    the reason of a program that returned no numbers."""
+    the reason of a program that returned no numbers. `weights` is the path of the tuned weights, ""
+    if the program saved none."""
 
     blueprint: str
     model: str
@@ -33,6 +35,7 @@ class BlueprintResult:
     numbers: Mapping[str, float]
     violations: Mapping[str, str]
     error: str = ""
+    weights: str = ""
 
     @property
     def sound(self) -> bool:
@@ -47,11 +50,13 @@ def run_blueprint(
     seed: int,
     environment: Mapping[str, str],
     timeout: float | None = None,
+    goes_on: Callable[[], bool] = lambda: True,
 ) -> BlueprintResult:
     """Train a blueprint, and return its result. Its output goes to standard error.
 
     `environment` names the gateway. `timeout` is in seconds, by default ten times the blueprint's
-    usual time. The process ends with this one, and its session without a heartbeat."""
+    usual time. `goes_on` is called every few seconds, and ends the program by False. The process
+    ends with this one, and its session without a heartbeat."""
     timeout = timeout or _SLOWER * 60 * blueprint.needs.minutes
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
@@ -64,7 +69,7 @@ def run_blueprint(
             result=file.fileno(),
             parent=os.getpid(),
         )
-        fault = _run(request, {**os.environ, **environment}, timeout)
+        fault = _run(request, {**os.environ, **environment}, timeout, goes_on)
         file.seek(0)
         said = file.read()
     end = ProgramEnd.model_validate_json(said) if said else ProgramEnd(error=fault)
@@ -76,6 +81,7 @@ def run_blueprint(
         numbers=end.numbers,
         violations={} if end.error else violations_of(blueprint, end.numbers),
         error=end.error,
+        weights=end.weights,
     )
 
 
@@ -90,7 +96,12 @@ def violations_of(blueprint: Blueprint, numbers: Mapping[str, float]) -> dict[st
     return found
 
 
-def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -> str:
+def _run(
+    request: ProgramRequest,
+    environment: dict[str, str],
+    timeout: float,
+    goes_on: Callable[[], bool],
+) -> str:
     """Return how the program ended, for one without a result."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tandem.blueprints.program"],
@@ -101,15 +112,30 @@ def _run(request: ProgramRequest, environment: dict[str, str], timeout: float) -
         text=True,
     )
     try:
-        process.communicate(request.model_dump_json(), timeout=timeout)
-    except subprocess.TimeoutExpired:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_SECONDS)
-        return f"it did not end within {timeout:g} s"
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as pipe:
+            pipe.write(request.model_dump_json())
+        if fault := _wait(process, timeout, goes_on):
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_SECONDS)
+            return fault
     finally:
         process.kill()
         process.wait()
     status = process.returncode
     how = f"was killed by {killed_by(status)}" if status < 0 else f"ended with status {status}"
     return f"its process {how}"
+
+
+def _wait(process: subprocess.Popen[str], timeout: float, goes_on: Callable[[], bool]) -> str:
+    """Wait for the program. Return why it must end, "" if it has ended."""
+    deadline = time.monotonic() + timeout
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            process.wait(min(left, _LOOK_SECONDS))
+            return ""
+        except subprocess.TimeoutExpired:
+            if not goes_on():
+                return "it was ended"
+    return f"it did not end within {timeout:g} s"

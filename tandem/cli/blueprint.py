@@ -140,6 +140,8 @@ def run(
             bound, fault = blueprint.metrics.get(metric), result.violations.get(metric)
             told = f" (beyond its bound: {fault})" if fault else f" ({bound})" if bound else ""
             say(f"{metric}: {value:g}{told}")
+        if result.weights:
+            say(f"The tuned weights, for some hours: {result.weights}")
         say(f"{name} {'is sound' if result.sound else 'violates its bounds'}, {result.seconds:g} s")
     if not result.sound:
         raise typer.Exit(1)

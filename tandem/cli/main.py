@@ -27,6 +27,7 @@ from tandem.cli import (
     models,
     observe,
     owners,
+    playground,
     runs,
     scale,
     sessions,
@@ -66,6 +67,7 @@ app.add_typer(groups.app, name="groups")
 app.add_typer(keys.app, name="keys")
 app.add_typer(models.app, name="models")
 app.add_typer(owners.app, name="owners")
+app.add_typer(playground.app, name="playground")
 app.add_typer(runs.app, name="runs")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(sessions.app, name="sessions")

@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -18,6 +20,7 @@ import typer
 
 from tandem.agent.environment import inherited
 from tandem.agent.host import this_host
+from tandem.blueprints.runner import BlueprintRunner
 from tandem.cli.context import (
     ConfigFile,
     DataDir,
@@ -79,7 +82,8 @@ def up(
     with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
         try:
             _announce(stack, warn, as_json=as_json)
-            stack.wait()
+            with _runner(stack):
+                stack.wait()
         except KeyboardInterrupt:
             if not as_json:
                 say("\nStopping …")
@@ -122,6 +126,24 @@ def agent(
 def interrupt(_signal: int, _frame: FrameType | None) -> None:
     """Handle SIGTERM like Ctrl-C."""
     raise KeyboardInterrupt
+
+
+@contextmanager
+def _runner(stack: Stack) -> Iterator[None]:
+    """Train the trials of the playground, if the gateway has one."""
+    slots, stop = GatewaySettings().playground.runs, threading.Event()
+    runner = BlueprintRunner(
+        url=stack.endpoint.url, key=stack.endpoint.api_key, slots=max(1, slots), say=say_aside
+    )
+    thread = threading.Thread(target=runner.run_trials, args=[stop], name="runner")
+    if slots:
+        thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        if slots:
+            thread.join()
 
 
 def _announce(stack: Stack, warn: Callable[[str], None], *, as_json: bool) -> None:
