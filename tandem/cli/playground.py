@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,6 +14,7 @@ import typer
 
 from tandem.blueprints.runner import BlueprintRunner
 from tandem.cli.context import (
+    KEY_VARIABLE,
     DataDir,
     JsonFlag,
     call,
@@ -108,6 +111,9 @@ def runner(
     slots: Annotated[
         int | None, typer.Option("--slots", min=1, max=64, help="Programs at once; default: all.")
     ] = None,
+    key_file: Annotated[
+        Path | None, typer.Option("--key-file", help="A file with the key, such as of a Secret.")
+    ] = None,
     data_dir: DataDir = None,
 ) -> None:
     """Train the playground's trials, until Ctrl-C. It needs an administrator's key.
@@ -115,6 +121,8 @@ def runner(
     `tandem up` has a runner of its own.
 
     Example: tandem playground runner --slots 2"""
+    if key_file is not None:
+        os.environ[KEY_VARIABLE] = key_file.read_text(encoding="utf-8").strip()
     gateway, stop = chosen_gateway(data_dir), threading.Event()
     slots = slots or max(1, int(_playground(data_dir)["runs"]))
 

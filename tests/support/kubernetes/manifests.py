@@ -72,14 +72,17 @@ def _plain_name(one: dict) -> str:
     return name.rpartition("-")[0]
 
 
-def render_overlay(name: str, folder: Path) -> Rendered:
-    """Render a copy of an overlay, with example files for the secrets."""
+def render_overlay(name: str, folder: Path, *, component: str = "") -> Rendered:
+    """Render a copy of an overlay, with a further component, and example files for the secrets."""
     shutil.copytree(K8S, folder / "k8s", ignore=shutil.ignore_patterns("secrets"))
     shutil.copytree(K8S.parent / "deploy", folder / "deploy")
     overlay = folder / "k8s" / "overlays" / name
-    for generator in yaml.safe_load((overlay / "kustomization.yaml").read_text())[
-        "secretGenerator"
-    ]:
+    file = overlay / "kustomization.yaml"
+    content = yaml.safe_load(file.read_text())
+    if component:
+        content["components"] = [*content["components"], f"../../components/{component}"]
+        file.write_text(yaml.safe_dump(content))
+    for generator in content["secretGenerator"]:
         for entry in generator["files"]:
             file = overlay / entry.rpartition("=")[2]
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -39,15 +39,19 @@ OF_OPERATORS = {"PodMonitor", "PrometheusRule"}
 """Kinds without a schema in Kubernetes."""
 JOBS = sorted((K8S / "jobs").glob("*.yaml"))
 VOLUMES = {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
-GATEWAYS = ("cpu-dev", "gpu-nfs")
+GATEWAYS = ("cpu-dev", "gpu-nfs", "with a playground")
 
 
 @pytest.fixture(scope="module")
 def overlays(tmp_path_factory) -> dict[str, Rendered]:
-    return {each: render_overlay(each, tmp_path_factory.mktemp(each)) for each in OVERLAYS}
+    folder = tmp_path_factory.mktemp("playground")
+    return {
+        "with a playground": render_overlay("cpu-dev", folder, component="playground"),
+        **{each: render_overlay(each, tmp_path_factory.mktemp(each)) for each in OVERLAYS},
+    }
 
 
-@pytest.fixture(params=OVERLAYS)
+@pytest.fixture(params=[*OVERLAYS, "with a playground"])
 def overlay(request, overlays) -> Rendered:
     return overlays[request.param]
 
@@ -330,6 +334,19 @@ def test_pods_reach_one_another_only_as_far_as_they_need(overlays):
         if reaches(policies, labels[source], labels[target], port)
     }
     assert reached == ALLOWED
+
+
+def test_the_runner_of_the_playground_reaches_the_gateway_alone(overlays):
+    stack = overlays["with a playground"]
+    runner = pods_of(stack.objects)["tandem-playground"]["metadata"]["labels"]
+    policies = [*stack.all("NetworkPolicy"), *worker_policies(stack.settings)]
+    reached = {
+        (target, port)
+        for target, labels in labels_of(stack).items()
+        for port in PORTS
+        if reaches(policies, runner, labels, port)
+    }
+    assert reached == {("gateway", 8000)}
 
 
 def test_a_trainer_on_several_nodes_works_where_the_policies_of_the_base_are_absent(overlays):

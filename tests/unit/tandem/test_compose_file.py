@@ -30,7 +30,8 @@ def test_each_profile_has_all_services_and_shares_none_of_its_own_with_the_other
     assert of_profile("gpu") == always | {"gateway-gpu", "trainer-gpu", "sampler-gpu"}
     assert of_profile("grafana") == always | {"grafana"}
     assert of_profile("client") == always | {"client"}
-    for profile in ("cpu", "gpu", "grafana", "client"):
+    assert of_profile("playground") == always | {"playground"}
+    for profile in ("cpu", "gpu", "grafana", "client", "playground"):
         for name in of_profile(profile):
             assert set(SERVICES[name].get("depends_on", {})) <= of_profile(profile)
 
