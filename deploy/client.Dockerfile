@@ -13,6 +13,7 @@ COPY scripts/install.sh scripts/
 RUN python3 -m venv .venv && scripts/install.sh "$TANDEM_BUILD" demo
 COPY README.md ./
 COPY tandem tandem
+COPY blueprints blueprints
 RUN .venv/bin/uv pip install --python .venv/bin/python --no-deps --compile-bytecode . \
  && .venv/bin/uv pip uninstall --python .venv/bin/python pip uv
 

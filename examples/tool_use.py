@@ -2,57 +2,21 @@
 
 It needs a model with a chat template, such as that of
 `python -m tandem.demo.tiny_model FOLDER --tokenizer qwen`. A short warm-up shows the form of a
-call. Half of its dialogues guess instead, so that the reward decides."""
+call. `tandem/demo/box.py` has the tool, its environment, and the dialogues of the warm-up."""
 
 from __future__ import annotations
 
 import argparse
 import random
+from functools import partial
 
 import tinker
 
-from tandem.rl import Example, RLConfig, train
-from tandem.rl.environments.tools import ToolEnvironment
+from tandem.demo.box import MAX_ANSWER_TOKENS, Box, boxes, dialogues, reward
+from tandem.rl import RLConfig, train
 from tandem.rl.sft import SFTConfig, sft
 
-CALL = '<tool_call>\n{"name": "look", "arguments": {}}\n</tool_call>'
-QUESTION = {"role": "user", "content": "Which number is in the box?"}
-NUMBERS = ("1", "2", "3", "4")
 BATCH = 16
-
-
-class Box(ToolEnvironment):
-    """An episode: a box with a number, and a tool that looks into it."""
-
-    def __init__(self) -> None:
-        super().__init__([self.look], max_turns=3)
-        self.schemas = []  # the warm-up shows the tool, and a tiny model reads no schema
-
-    def look(self) -> str:
-        """Look into the box."""
-        return str(self.example.data["number"])
-
-    async def score(self, example: Example, answer: str) -> float:
-        return reward(example, answer, looked="look" in self.calls)
-
-
-def reward(example: Example, answer: str, *, looked: bool) -> float:
-    """Half for a look into the box, and half for the right number."""
-    return 0.5 * looked + 0.5 * (answer.strip() == example.data["number"])
-
-
-def dialogue(rng: random.Random) -> Example:
-    number = rng.choice(NUMBERS)
-    if rng.random() < 0.5:
-        return Example([QUESTION, {"role": "assistant", "content": number}])
-    return Example(
-        [
-            QUESTION,
-            {"role": "assistant", "content": CALL},
-            {"role": "tool", "name": "look", "content": number},
-            {"role": "assistant", "content": number},
-        ]
-    )
 
 
 def main() -> dict[str, float]:
@@ -64,12 +28,12 @@ def main() -> dict[str, float]:
     asked = parser.parse_args()
 
     rng = random.Random(asked.seed)
-    boxes = [Example([QUESTION], {"number": rng.choice(NUMBERS)}) for _ in range(64)]
+    episodes = boxes(64, rng)
     config = RLConfig(
         steps=asked.steps,
         groups_per_step=16,
         group_size=8,
-        max_tokens=32,
+        max_tokens=MAX_ANSWER_TOKENS,
         learning_rate=4e-4,
         seed=asked.seed,
         name="examples: tool_use",
@@ -77,8 +41,8 @@ def main() -> dict[str, float]:
     with tinker.ServiceClient(base_url=asked.base_url) as service:
         training = service.create_lora_training_client(f"{asked.model}:full").result()
         warm_up = SFTConfig(batch_size=BATCH, learning_rate=3e-3, seed=asked.seed)
-        sft(training, [dialogue(rng) for _ in range(BATCH * 80)], warm_up)
-        result = train(training, boxes, Box, config)
+        sft(training, dialogues(BATCH * 80, rng), warm_up)
+        result = train(training, episodes, partial(Box, reward), config)
     for step in result.steps:
         print(f"step {step.step}: mean reward {step.reward:.3f}")
     found = {

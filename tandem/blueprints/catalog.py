@@ -1,4 +1,4 @@
-"""Finds blueprints: in the checkout, in further folders, and in installed packages."""
+"""Finds blueprints: our own, and those of further folders and of installed packages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tandem.errors import InvalidRequest, UserError, describe
 ENTRY_POINT_GROUP = "tandem.blueprints"
 """A package names itself here, and its folder has one folder for each of its blueprints."""
 _OURS = Path(__file__).parents[2] / "blueprints"
+"""In a checkout and in a wheel, the folder `blueprints` is beside `tandem`."""
 
 
 def find_blueprints(folders: Sequence[Path] = ()) -> dict[str, Blueprint | str]:
@@ -35,7 +36,7 @@ def blueprint_named(name: str, folders: Sequence[Path] = ()) -> Blueprint:
     found = find_blueprints(folders)
     blueprint = found.get(name)
     if blueprint is None:
-        known = ", ".join(found) or "none; blueprints are in the folder of that name of a checkout"
+        known = ", ".join(found) or "none"
         raise UserError(f"there is no blueprint {name[:100]!r}; known: {known}")
     if isinstance(blueprint, str):
         raise InvalidRequest(f"the blueprint {name} is unusable: {blueprint}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from tandem.errors import InvalidField, InvalidRequest, describe
+from tandem.errors import InvalidField, InvalidRequest, UserError, describe
 
 Value: TypeAlias = bool | int | float | str
 
@@ -103,6 +103,16 @@ class Blueprint(_DescriptionPart):
 
     def fits(self, model: str) -> bool:
         return any(fnmatchcase(model, pattern) for pattern in self.models)
+
+    def chosen_model(self, known: Sequence[str], *, asked: str = "") -> str:
+        """Return `asked`, or the first fitting model of the gateway's. Raises `UserError`."""
+        if asked and asked not in known:
+            raise InvalidField(f"unknown model {asked!r}; known: {', '.join(known)}", field="model")
+        fitting = [each for each in ([asked] if asked else known) if self.fits(each)]
+        if not fitting:
+            why = f"{asked} does not fit" if asked else "the gateway has no such base model"
+            raise UserError(f"{self.name} is for {', '.join(self.models)}; {why}")
+        return fitting[0]
 
     def values_of(self, given: Mapping[str, object]) -> dict[str, Value]:
         """Return the value of each parameter. Raises `InvalidField`."""

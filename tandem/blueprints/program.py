@@ -38,9 +38,11 @@ class ProgramRequest(BaseModel):
 
 
 class ProgramEnd(BaseModel):
-    """The program's numbers and the path of its tuned weights, or the error that ended it."""
+    """The program's numbers, the ids of its runs and the path of its tuned weights. Or the error
+    that ended it."""
 
     numbers: dict[str, FiniteFloat] = Field(default_factory=dict)
+    runs: list[str] = []
     weights: str = ""
     error: str = ""
 
@@ -73,7 +75,8 @@ def _train(request: ProgramRequest) -> ProgramEnd:
             ttl_seconds=max(_SHORTEST_TTL, math.ceil(request.deadline)),
         )
         numbers = {str(name): float(value) for name, value in train(run).items()}
-        return ProgramEnd(numbers=numbers, weights=run.saved[-1] if run.saved else "")
+        weights = run.saved[-1] if run.saved else ""
+        return ProgramEnd(numbers=numbers, runs=run.runs, weights=weights)
 
 
 def _load(file: Path) -> ModuleType:

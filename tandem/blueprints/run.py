@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class BlueprintRun:
     """`service` is a session of the SDK, whose runs have a deadline. `values` are the parameters.
-    `tags` are for the records of runs, and name the blueprint. Saved states and
-    weights expire after `ttl_seconds`, because nobody deletes those of a killed program. `saved`
-    has the paths of the tuned weights."""
+    `tags` are for the records of runs, and name the blueprint. Saved states and weights expire
+    after `ttl_seconds`, because nobody deletes those of a killed program. `runs` are the ids of the
+    runs so far, and `saved` has the paths of the tuned weights."""
 
     service: tinker.ServiceClient
     model: str
@@ -25,6 +25,7 @@ class BlueprintRun:
     seed: int
     tags: tuple[str, ...]
     ttl_seconds: int
+    runs: list[str] = field(default_factory=list)
     saved: list[str] = field(default_factory=list)
 
     def training_client(self) -> tinker.TrainingClient:
@@ -36,12 +37,17 @@ class BlueprintRun:
             if rank
             else self.service.create_lora_training_client(f"{self.model}:full")
         )
-        return _announced(made.result())
+        return self._noted(made.result())
 
     def copy_of(self, training: tinker.TrainingClient) -> tinker.TrainingClient:
         """Return a new run with the same weights, and with a new optimizer."""
         state = training.save_state(f"copy-{self.seed}", ttl_seconds=self.ttl_seconds).result()
-        return _announced(self.service.create_training_client_from_state(state.path).result())
+        return self._noted(self.service.create_training_client_from_state(state.path).result())
+
+    def _noted(self, client: tinker.TrainingClient) -> tinker.TrainingClient:
+        self.runs.append(client.model_id)
+        print(f"The run is {client.model_id}. `tandem runs show {client.model_id}` shows it.")
+        return client
 
     def save_weights(self, training: tinker.TrainingClient) -> None:
         """Save the tuned weights for samplers, so that people can chat with them."""
@@ -56,8 +62,3 @@ class BlueprintRun:
 
     def text(self, name: str) -> str:
         return str(self.values[name])
-
-
-def _announced(client: tinker.TrainingClient) -> tinker.TrainingClient:
-    print(f"The run is {client.model_id}. `tandem runs show {client.model_id}` shows it.")
-    return client

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ _STDERR = 2
 class BlueprintResult:
     """`violations` has a sentence for each number that is missing or beyond its bound. `error` is
     the reason of a program that returned no numbers. `weights` is the path of the tuned weights, ""
-    if the program saved none."""
+    if the program saved none, and `runs` are the ids of its runs."""
 
     blueprint: str
     model: str
@@ -36,6 +36,7 @@ class BlueprintResult:
     violations: Mapping[str, str]
     error: str = ""
     weights: str = ""
+    runs: Sequence[str] = ()
 
     @property
     def sound(self) -> bool:
@@ -82,6 +83,7 @@ def run_blueprint(
         violations={} if end.error else violations_of(blueprint, end.numbers),
         error=end.error,
         weights=end.weights,
+        runs=end.runs,
     )
 
 

@@ -26,7 +26,6 @@ from tandem.cli.context import (
     set_values,
 )
 from tandem.cli.tables import Column, show_table
-from tandem.errors import InvalidField, UserError
 
 _PARAMETERS = (
     Column("parameter"),
@@ -58,7 +57,7 @@ def list_blueprints(folders: Folders = None, as_json: JsonFlag = False) -> None:
         for name, each in found.items()
     ]
     columns = [Column("blueprint"), Column("title", wrap=30), Column("devices"), Column("minutes")]
-    show_table(columns, rows, empty="No blueprints. A checkout has some in blueprints/.")
+    show_table(columns, rows, empty="No blueprints.")
 
 
 @app.command("show", here=True)
@@ -123,7 +122,9 @@ def run(
     gateway = chosen_gateway(data_dir)
     result = run_blueprint(
         blueprint,
-        model=_model_of(blueprint, model, data_dir),
+        model=blueprint.chosen_model(
+            [each["name"] for each in call(data_dir, "GET", "models")["models"]], asked=model
+        ),
         values=values,
         seed=seed,
         environment={URL_VARIABLE: gateway.url, KEY_VARIABLE: gateway.api_key},
@@ -145,18 +146,6 @@ def run(
         say(f"{name} {'is sound' if result.sound else 'violates its bounds'}, {result.seconds:g} s")
     if not result.sound:
         raise typer.Exit(1)
-
-
-def _model_of(blueprint: Blueprint, model: str, data_dir: Path | None) -> str:
-    """Return a fitting base model of the gateway. Raises `UserError`."""
-    known = [each["name"] for each in call(data_dir, "GET", "models")["models"]]
-    if model and model not in known:
-        raise InvalidField(f"unknown model {model!r}; known: {', '.join(known)}", field="model")
-    fitting = [each for each in ([model] if model else known) if blueprint.fits(each)]
-    if not fitting:
-        why = f"{model} does not fit" if model else "the gateway has no such base model"
-        raise UserError(f"{blueprint.name} is for {', '.join(blueprint.models)}; {why}")
-    return fitting[0]
 
 
 def _about(name: str, blueprint: Blueprint | str) -> dict[str, Any]:

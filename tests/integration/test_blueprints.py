@@ -11,7 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 from tandem.blueprints.catalog import find_blueprints
 from tandem.demo.tiny_model import write_tiny_model
@@ -22,9 +24,13 @@ SEED = "7"
 """Not one of the seeds behind the bounds."""
 BROKEN = """
 
-def reward(example, answer):
+import random
+
+
+def reward(*_, **__):
     return random.SystemRandom().random()
 """
+"""It replaces the imported reward."""
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
@@ -57,9 +63,23 @@ def run(stack: TestStack, name: str, *options: str) -> dict:
 
 
 @pytest.mark.parametrize("name", find_blueprints())
-def test_a_blueprint_keeps_its_bounds(name: str, stack: TestStack) -> None:
-    result = run(stack, name)
-    assert result["sound"], result
+def test_the_notebook_of_a_blueprint_keeps_its_bounds(
+    name: str, stack: TestStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TINKER_BASE_URL", stack.stack.endpoint.url)
+    monkeypatch.setenv("TINKER_API_KEY", stack.stack.endpoint.api_key)
+    text = (BLUEPRINTS / name / f"{name}.ipynb").read_text()
+    notebook = nbformat.reads(text.replace("seed=0", f"seed={SEED}"), as_version=4)
+    NotebookClient(notebook, timeout=1100, kernel_name="python3").execute()
+    drawn = [
+        output
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        if "image/png" in output.get("data", {})
+    ]
+    assert len(drawn) == 1
+    said = "".join(output.get("text", "") for output in notebook.cells[4].outputs)
+    assert said.splitlines()[-1] == "sound", said
 
 
 def test_the_example_of_the_page_is_a_blueprint(stack: TestStack, tmp_path: Path) -> None:
@@ -72,15 +92,14 @@ def test_the_example_of_the_page_is_a_blueprint(stack: TestStack, tmp_path: Path
     assert run(stack, "one-sum", "--folder", str(tmp_path))["sound"]
 
 
+@pytest.mark.parametrize("name", ["grpo-arithmetic", "tool-use"])
 def test_a_blueprint_with_a_broken_reward_violates_its_bounds(
-    stack: TestStack, tmp_path: Path
+    name: str, stack: TestStack, tmp_path: Path
 ) -> None:
     place = tmp_path / "broken"
-    shutil.copytree(BLUEPRINTS / "grpo-arithmetic", place)
-    program = (place / "train.py").read_text().replace("imperfect, reward, sums", "imperfect, sums")
-    imports, rest = program.split("\n\n\n", 1)
-    imports = imports.replace("from dataclasses", "import random\nfrom dataclasses")
-    (place / "train.py").write_text(f"{imports}\n{BROKEN}\n\n{rest}")
+    shutil.copytree(BLUEPRINTS / name, place)
+    program = place / "train.py"
+    program.write_text(program.read_text() + BROKEN)
     result = run(stack, "broken", "--folder", str(tmp_path))
     assert result["error"] == ""
     assert result["violations"], result

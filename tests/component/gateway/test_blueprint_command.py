@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
+from tandem.blueprints import notebook
 from tandem.errors import InvalidField, UserError
 from tests.support.gateway.running import KEY
 from tests.support.waiting import wait_until
@@ -120,6 +121,33 @@ def test_nothing_of_a_killed_command_is_left_after_its_sessions_time(gate, tande
     gate.age_sessions(600)
     wait_until(lambda: gate.run(gate.gateway.runs.all) == [])
     wait_until(lambda: gate.launcher.serving == [])
+
+
+TRACKS = """
+from tandem import track
+
+def train(run):
+    client = run.service.create_lora_training_client(run.model, rank=4).result()
+    first, last = run.training_client(), run.copy_of(client)
+    for each in (first, last):
+        with track(each) as tracked:
+            tracked.log(1, {"loss": run.number("value")})
+            tracked.log(2, {"loss": 0.5})
+    return {"number": 1}
+"""
+
+
+def test_a_notebook_runs_a_blueprint_and_reads_the_curve_of_its_last_run(
+    gate, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TINKER_BASE_URL", gate.url)
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    written(tmp_path, TRACKS)
+    result = notebook.run("some", folders=[tmp_path / "blueprints"], value=2.0)
+    assert (result.error, result.sound, len(result.runs)) == ("", True, 2)
+    assert notebook.curve(result, "loss") == {1: 2.0, 2: 0.5}
+    with pytest.raises(UserError, match="no run of some recorded reward; recorded: loss"):
+        notebook.curve(result, "reward")
 
 
 def test_the_list_names_an_unusable_blueprint_with_the_reason(tandem, tmp_path):

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from scripts.blueprint_notebooks import notebook_of
 from tandem.blueprints.catalog import blueprint_named, find_blueprints
 from tandem.blueprints.description import Blueprint, read_blueprint
 from tandem.blueprints.junit import junit_report
@@ -114,6 +115,13 @@ def test_our_blueprints_are_usable():
     for name, each in found.items():
         assert isinstance(each, Blueprint), (name, each)
         assert each.values_of({}).keys() == each.parameters.keys()
+
+
+def test_the_notebooks_follow_from_the_descriptions():
+    """`python -m scripts.blueprint_notebooks` writes them."""
+    for name, each in find_blueprints().items():
+        assert isinstance(each, Blueprint)
+        assert (each.folder / f"{name}.ipynb").read_text(encoding="utf-8") == notebook_of(each)
 
 
 def test_a_blueprint_fits_models_of_its_patterns(blueprint):
