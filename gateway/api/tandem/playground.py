@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import Query
+from fastapi import Query, Response
 from pydantic import BaseModel, Field, FiniteFloat, StrictBool
 
 from gateway.api.dependencies import Access, AccessDep
@@ -197,8 +197,9 @@ async def end_trial(trial_id: PathText, access: AccessDep) -> TrialInfo:
 
 
 @router.operation("POST", "/claims", role="admin", audit=None, errors=[StorageFailed, StorageFull])
-async def claim_trial(access: AccessDep) -> TrialClaim:
+async def claim_trial(access: AccessDep, response: Response) -> TrialClaim:
     """Give the next trial to a runner."""
+    response.headers["Cache-Control"] = "no-store"
     claim = await access.gateway.playground.claim_trial()
     if claim is None:
         return TrialClaim(trial=None, key=None)

@@ -11,9 +11,12 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from gateway.owners.auth.keys import NewKey
 from tandem.blueprints.runner import BlueprintRunner
+from tandem.cli.main import app
+from tandem.errors import Overloaded, PermissionDenied
 from tandem.settings.playground import PlaygroundSettings
 from tests.support.gateway.running import KEY
 from tests.support.waiting import wait_until
@@ -146,3 +149,29 @@ def test_a_runner_without_an_administrators_key_ends_with_the_reason(start, tmp_
         trains = BlueprintRunner(url=gate.url, key=key, slots=1, say=print)
         with pytest.raises(httpx.HTTPStatusError, match="403"):
             trains.run_trials(threading.Event())
+
+
+def test_the_commands_of_the_playground_tell_how_it_stands(start, tmp_path, monkeypatch):
+    write(tmp_path, SAVES)
+    monkeypatch.setenv("COLUMNS", "250")
+    with start() as gate:
+        monkeypatch.setenv("TINKER_BASE_URL", gate.url)
+        monkeypatch.setenv("TINKER_API_KEY", KEY)
+
+        def tandem(*arguments: str) -> str:
+            done = CliRunner().invoke(app, ["playground", *arguments])
+            if done.exception is not None:
+                raise done.exception
+            return done.stdout
+
+        assert "closed: 0 of 1 train, 0 wait" in tandem("close")
+        with pytest.raises(PermissionDenied, match="closed for now"):
+            tandem("start", "some", "--model", "tiny")
+        tandem("open")
+        told = tandem("start", "some", "--model", "tiny", "--set", "value=2")
+        mine = told.split()[0]
+        assert told == f"{mine} is number 1 in the queue.\n"
+        with pytest.raises(Overloaded, match="number 1 in the queue"):
+            tandem("start", "some", "--model", "tiny")
+        assert mine in tandem("show")
+        assert "ending: local ended it" in tandem("end", mine)
