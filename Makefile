@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -42,6 +42,9 @@ test-compose: setup ## Builds docker-compose.yaml, starts it and kills each cont
 
 test-gpu: setup  ## Runs the tests for an NVIDIA GPU. ARGS="-k trainer"
 	@.venv/bin/python -m tests.gpu $(ARGS)
+
+test-nfs: setup  ## Publishes on NFS between emulated machines whose server restarts. Needs qemu. ARGS="--rounds 100"
+	@.venv/bin/python -m tests.nfs $(ARGS)
 
 test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/design/kubernetes.md
 	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)

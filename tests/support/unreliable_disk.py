@@ -19,7 +19,7 @@ import io
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from itertools import count
@@ -207,10 +207,12 @@ class UnreliableDisk:
         return place
 
     def _look_again(self, folder: str) -> None:
-        """A host does so when it opens the folder."""
+        """A host does so when it opens the folder. It believes the result until the next time."""
         believed = self._believed[self._host]
         for path in [path for path in believed if path.rpartition("/")[0] == folder]:
             del believed[path]
+            with suppress(FileNotFoundError):
+                self._find(path)
 
     def _move(self, source: str, target: str) -> None:
         """Other hosts still believe in the places that they know."""
@@ -276,13 +278,9 @@ class UnreliableDisk:
         path = _path_of(file) if isinstance(file, int) else self._path(file)
         if not self._is_below(path):
             return _real_open(file, mode, buffering, encoding, errors, newline, **more)
-        fd = file if isinstance(file, int) else os.open(file, _flags_of(mode), 0o666)
+        fd = file if isinstance(file, int) else os.open(file, flags_of(mode), 0o666)
         raw = _File(self, fd, path, mode.replace("x", "w").translate({98: None, 116: None}))
-        if buffering == 0:
-            return raw
-        kind = io.BufferedReader if mode.startswith("r") else io.BufferedWriter
-        buffered = (io.BufferedRandom if "+" in mode else kind)(raw)
-        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+        return buffered(raw, mode, buffering, encoding, errors, newline)
 
     def open_fd(self, path, flags, mode=0o777, *, dir_fd=None):
         if not (below := self._path(path, dir_fd)):
@@ -459,7 +457,16 @@ def _bound(disk: UnreliableDisk, call: Callable[..., object]) -> Callable[..., o
     return locked
 
 
-def _flags_of(mode: str) -> int:
+def buffered(raw: io.FileIO, mode: str, buffering: int, encoding, errors, newline):
+    """Return what `open` returns for a raw file."""
+    if buffering == 0:
+        return raw
+    kind = io.BufferedReader if mode.startswith("r") else io.BufferedWriter
+    file = (io.BufferedRandom if "+" in mode else kind)(raw)
+    return file if "b" in mode else io.TextIOWrapper(file, encoding, errors, newline)
+
+
+def flags_of(mode: str) -> int:
     access = os.O_RDWR if "+" in mode else os.O_RDONLY if "r" in mode else os.O_WRONLY
     made = {"r": 0, "w": os.O_CREAT | os.O_TRUNC, "x": os.O_CREAT | os.O_EXCL}
     made["a"] = os.O_CREAT | os.O_APPEND

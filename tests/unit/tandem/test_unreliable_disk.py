@@ -57,6 +57,19 @@ def test_a_name_that_nobody_looked_for_is_seen_at_once_and_so_is_one_in_a_listed
         assert (data / "a").read_text() == "new"
 
 
+def test_a_folder_listed_before_a_name_is_made_renews_the_belief_that_there_is_none(disk, data):
+    with disk.at("reader"):
+        assert not (data / "a").exists()
+        disk.now += 20
+        assert list(data.iterdir()) == []
+    write(data / "a", "new")
+    with disk.at("reader"):
+        disk.now += 20
+        assert not (data / "a").exists()
+        disk.now += 10
+        assert (data / "a").read_text() == "new"
+
+
 def test_a_host_that_knows_a_replaced_file_or_a_renamed_folder_sees_the_old_for_30_seconds(
     disk, data
 ):
