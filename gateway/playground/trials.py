@@ -295,6 +295,7 @@ class Playground:
         return not left
 
     async def _remove_things(self, trial: Trial) -> None:
+        await self._remove_key(trial)  # again, after a crash
         if not self._end_sessions(trial):
             return
         rows = await self.database.read(
