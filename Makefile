@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl demo demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -20,6 +20,15 @@ demo: setup      ## Trains a small policy by reinforcement learning, on real par
 
 demo-compose: setup ## Does the demo against the containers of docker-compose.yaml, which must run.
 	@scripts/demo_compose.sh $(ARGS)
+
+images:          ## Builds the images of Kubernetes. REGISTRY=… TAG=… BUILD=gpu pushes them; LOAD=kind
+	@scripts/images.sh
+
+secrets: setup   ## Makes the secrets of an overlay. OVERLAY=k8s/overlays/cpu-dev
+	@scripts/secrets.sh
+
+demo-cluster: setup ## Does the demo on kubectl's cluster, with an applied overlay.
+	@scripts/demo_cluster.sh $(ARGS)
 
 first-hour:      ## Follows the README in a fresh clone, and times each step. PYTHON=python3.12
 	@python3 scripts/first_hour.py $(ARGS)
@@ -46,8 +55,8 @@ test-gpu: setup  ## Runs the tests for an NVIDIA GPU. ARGS="-k trainer"
 test-nfs: setup  ## Publishes on NFS between emulated machines whose server restarts. Needs qemu. ARGS="--rounds 100"
 	@.venv/bin/python -m tests.nfs $(ARGS)
 
-test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=…; see docs/design/kubernetes.md
-	@.venv/bin/python -m pytest -n0 tests/cluster $(ARGS)
+test-cluster: setup ## Runs launcher and stack on a real cluster. KUBECONFIG=… or TANDEM_TEST_BINARIES=…; see docs/design/kubernetes.md
+	@.venv/bin/python -m tests.cluster $(ARGS)
 
 conformance: setup ## Checks every public method of the SDK against its documented meaning. SDK=0.27.2
 	@$(if $(SDK),scripts/conformance.sh $(SDK),.venv/bin/python -m pytest tests/conformance) $(ARGS)

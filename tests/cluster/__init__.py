@@ -1,9 +1,12 @@
-"""Tandem on a real cluster, `make test-cluster`: the launcher of pods, and the whole stack.
+"""Tandem on a real cluster, `make test-cluster`: objects, the launcher of pods, the whole stack.
 
 The environment describes the cluster:
 
-    KUBECONFIG                   an administrator's, for Kubernetes 1.34 or newer. Without it, all
-                                 tests are skipped
+    KUBECONFIG                   an administrator's, for Kubernetes 1.34 or newer
+    TANDEM_TEST_BINARIES         instead: a folder with `kind`, or with `etcd` and `kube-apiserver`,
+                                 which are started and stopped. Without both, all tests are skipped
+    TANDEM_TEST_ARTEFACTS        a folder for logs, events and descriptions of pods. Without it,
+                                 runs/cluster-DATE
     TANDEM_TEST_IMAGE            an image with Python, for idle workers
     TANDEM_TEST_GATEWAY_IMAGE    the images of the stack
     TANDEM_TEST_TRAINER_IMAGE

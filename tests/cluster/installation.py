@@ -16,6 +16,7 @@ import tinker
 
 from tandem.demo.tiny_model import write_tiny_model
 from tests.cluster import settings
+from tests.cluster.artefacts import keep
 from tests.cluster.kubectl import Kubectl
 from tests.cluster.overlay import USERS, write_overlay
 from tests.cluster.port_forward import PortForward
@@ -115,6 +116,11 @@ class Installation:
         """The leader's log."""
         return self.kubectl("logs", self.serving())
 
+    def keep(self, name: str) -> None:
+        """Write the state of the namespace into a folder of the artefacts."""
+        if settings.ARTEFACTS:
+            keep(self.kubectl, settings.ARTEFACTS / self.kubectl.namespace / name)
+
     def tell(self) -> str:
         """The state of the cluster and the logs, to explain a failure."""
         commands = (
@@ -148,6 +154,8 @@ def installed(folder: Path) -> Iterator[Installation]:
             installation.add_model(TIED, write_qwen(folder / "tied", seed=0))
             yield installation
     finally:
+        if settings.ARTEFACTS:
+            keep(kubectl, settings.ARTEFACTS / namespace / "end")
         _remove(kubectl, [each for each in _classes(kubectl) if each not in shared])
 
 

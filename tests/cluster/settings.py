@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 _PREFIX = "TANDEM_TEST_"
 
@@ -23,4 +24,22 @@ DEVICE_CLASS = _setting("DEVICE_CLASS", "gpu.nvidia.com")
 COMPUTE = _setting("COMPUTE", "cpu")
 STORAGE_CLASS = _setting("STORAGE_CLASS")
 SHARED_FOLDER = _setting("SHARED_FOLDER")
+ARTEFACTS = Path(folder) if (folder := _setting("ARTEFACTS")) else None
+BINARIES = Path(folder) if (folder := _setting("BINARIES")) else None
+HAS_NODES = _setting("NODES", "1") == "1"
+DEVICE_CLASS_OF_OWN_NODES = _setting("DEVICE_CLASS")
+"""A control plane that the tests start has no devices."""
 LOSE_NODE, RETURN_NODE = _setting("LOSE_NODE"), _setting("RETURN_NODE")
+NO_NODES = (
+    "KUBECONFIG names no cluster"
+    if not KUBECONFIG
+    else ""
+    if HAS_NODES
+    else "the control plane has no nodes, and pods never run"
+)
+"""The reason to skip tests of pods, or ""."""
+
+
+def images_of_the_machine() -> list[str]:
+    """Images that a node of its own needs from this machine's Docker, and cannot pull."""
+    return [IMAGES[name] for name in ("gateway", "trainer", "sampler")]

@@ -10,14 +10,17 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tests.cluster.settings import DEVICE_CLASS, IMAGE, KUBECONFIG
+from tests.cluster.artefacts import keep
+from tests.cluster.kubectl import Kubectl
+from tests.cluster.settings import ARTEFACTS, DEVICE_CLASS, IMAGE, KUBECONFIG, NO_NODES
 from tests.support.kubernetes.body import BODY
 from tests.support.kubernetes.gateway import Gateway
 
 kubernetes = pytest.importorskip("kubernetes.aio")
 LABEL = "tandem.dev/instance"
 
-pytestmark = pytest.mark.skipif(not KUBECONFIG, reason="KUBECONFIG names no cluster")
+_MISSING = NO_NODES or ("" if DEVICE_CLASS else "TANDEM_TEST_DEVICE_CLASS is empty")
+pytestmark = pytest.mark.skipif(bool(_MISSING), reason=_MISSING)
 
 
 class RealStage:
@@ -84,6 +87,9 @@ async def stage_in_namespace_of_its_own():
             )
             yield RealStage(client, namespace)
         finally:
+            if ARTEFACTS:
+                folder = ARTEFACTS / namespace
+                await asyncio.to_thread(keep, Kubectl(namespace), folder)
             await core.delete_namespace(namespace)
 
 

@@ -26,7 +26,7 @@ STRIKE_AFTER = 5
 _SECONDS = 600.0
 
 pytestmark = [
-    pytest.mark.skipif(not settings.KUBECONFIG, reason="KUBECONFIG names no cluster"),
+    pytest.mark.skipif(bool(settings.NO_NODES), reason=settings.NO_NODES),
     pytest.mark.timeout(1200),
 ]
 
@@ -39,11 +39,12 @@ def tandem(tmp_path_factory) -> Iterator[Installation]:
 
 @pytest.fixture(autouse=True)
 def told(tandem, request) -> Iterator[None]:
-    """Shows the state of the cluster when a test fails."""
+    """Shows and keeps the state of the cluster when a test fails."""
     failed = request.session.testsfailed
     yield
     if request.session.testsfailed > failed:
         print(tandem.tell())
+        tandem.keep(request.node.name)
 
 
 def test_the_demo_reaches_its_last_step_through_pods(tandem, tmp_path):

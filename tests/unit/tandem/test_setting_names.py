@@ -60,7 +60,7 @@ def test_every_name_in_code_and_deployments_is_known():
     unknown = {}
     folders = (path for folder in _SOURCES for path in (ROOT / folder).rglob("*"))
     for path in (*folders, *(ROOT / name for name in _FILES)):
-        if path.suffix in (".pyc", ".png", ".pyi") or path.name.endswith("_pb2.py"):
+        if path.suffix in (".gz", ".pyc", ".png", ".pyi") or path.name.endswith("_pb2.py"):
             continue
         if not path.is_file() or path.name in _WRONG_ON_PURPOSE:
             continue
