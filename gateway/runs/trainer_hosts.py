@@ -15,6 +15,7 @@ from gateway.sampling.replicas import ReplicaRange
 from gateway.sampling.router import SamplerRouter
 from gateway.workers.request_maker import RequestMaker, sampler_of
 from gateway.workers.requests import WorkerRequest
+from gateway.workers.run_options import is_kept_apart
 from gateway.workers.standing import is_place_free
 from gateway.workers.supervisor import Supervisor
 from gateway.workers.trainer_adapter import TrainerAdapter
@@ -46,7 +47,7 @@ class TrainerHosts:
         group can have it."""
         sampler = self._sampler_of(run) if run.options.sampler else ""
         engines = self._engines(run, sampler)
-        request = self._request(run, key=run.id, engines=engines)
+        request = self._request(run, key=run.id, engines=engines, sampler=sampler)
         if run.options.share == "always" or not self._is_place_free(request):
             for host in self._hosts.values():
                 if self._suits(host, run):
@@ -81,7 +82,8 @@ class TrainerHosts:
         engines = self._engines(run, host.sampler)
         if engines:
             await self.supervisor.place(engines, holder=host.sampler)
-        await host.place(self._request(run, key=host.key, engines=engines), run.id)
+        request = self._request(run, key=host.key, engines=engines, sampler=host.sampler)
+        await host.place(request, run.id)
 
     async def leave(self, host: TrainerHost, run_id: str) -> None:
         """As `TrainerHost.leave`. After its last run, nobody can join the trainer."""
@@ -106,7 +108,9 @@ class TrainerHosts:
             return []
         return self.samplers.engine_requests(sampler, run.options, owner=run.owner, model=run.model)
 
-    def _request(self, run: Run, *, key: str, engines: list[WorkerRequest]) -> WorkerRequest:
+    def _request(
+        self, run: Run, *, key: str, engines: list[WorkerRequest], sampler: str
+    ) -> WorkerRequest:
         return self.requests.trainer(
             key,
             owner=run.owner,
@@ -115,11 +119,12 @@ class TrainerHosts:
             options=run.options,
             training=run.training,
             engines=[engine.key for engine in engines],
+            sampler=sampler,
         )
 
     def _made(self, key: str, run: Run, sampler: str) -> TrainerHost:
         if sampler:
-            self.samplers.keep(sampler)
+            self.samplers.keep(sampler, sharing=run.options.sharing, apart=self._is_apart(run))
         host = self._hosts[key] = TrainerHost(
             key,
             first=run,
@@ -132,8 +137,14 @@ class TrainerHosts:
 
     def _sampler_of(self, run: Run) -> str:
         return self.samplers.key_for(
-            session_id=run.session_id, model_name=run.model.name, rank=run.training.rank
+            session_id=run.session_id,
+            model_name=run.model.name,
+            rank=run.training.rank,
+            apart=self._is_apart(run),
         )
+
+    def _is_apart(self, run: Run) -> bool:
+        return is_kept_apart(run.options, self.requests.groups())
 
     def _suits(self, host: TrainerHost, run: Run) -> bool:
         first, sharing = host.first, self.settings.sharing
@@ -170,5 +181,6 @@ class TrainerHosts:
 def _computed_as(run: HostedRun) -> tuple[object, ...]:
     options = run.options
     computed = (options.backend, options.dtype, options.compile, options.priority)
+    devices = (options.sharing, options.sampler_group, options.replicas, options.sampler_ranks)
     held = (options.ranks, options.shards, options.tensor_parallel, options.offload)
-    return (*computed, *held, options.sampler_group, options.replicas, options.sampler_ranks)
+    return (*computed, *held, *devices)

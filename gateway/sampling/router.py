@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count
@@ -32,6 +32,7 @@ from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow
 from tandem.errors import InvalidRequest, SampleCancelled, TandemError, UnknownSampler
 from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import Sharing
 from tandem.settings.workers import SamplerSettings
 from tandem.v1 import sampler_pb2
 from tandem.weights.model_config import head_size, read_json, why_unserved_by_cpu
@@ -64,6 +65,8 @@ class SamplerRouter:
         """Keys of the samplers whose engines a trainer keeps."""
         self._ranges: dict[str, ReplicaRange] = {}
         """The ranges of runs, by key."""
+        self._apart: dict[str, Sharing | None] = {}
+        """The asked sharing of the runs that share no engine with other runs, by sampler."""
 
     async def take_up_engines(self, sampled: Sequence[tuple[str, str, int]]) -> None:
         """Take up an earlier gateway's engines, each for a sampler of its session. Return once
@@ -170,19 +173,22 @@ class SamplerRouter:
             and sampler.key.max_lora_rank >= rank
             and not (all_weights and len(sampler.users) > 1)
             and (kept in (None, key) or sampler.key.session_id == session_id or key in self._kept)
+            and (kept in (None, key) or key not in self._apart)
         ]
         return min(
             found, key=lambda each: (str(each.key) != kept, each.key.max_lora_rank), default=None
         )
 
-    def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
-        """Return the key of the sampler for a new run of `rank` (0: all weights)."""
+    def key_for(self, *, session_id: str, model_name: str, rank: int, apart: bool = False) -> str:
+        """Return the key of the sampler for a new run of `rank` (0: all weights). A run `apart`
+        has one of its own."""
         sampler = self.get(
             session_id=session_id, model_name=model_name, rank=rank, all_weights=rank == 0, kept=""
         )
-        if sampler is not None:
+        if sampler is not None and not apart:
             return str(sampler.key)
-        return str(self._free_key(session_id, model_name, rank))
+        taken = self._kept if apart else self._apart
+        return str(self._free_key(session_id, model_name, rank, taken=taken))
 
     def ensure(
         self,
@@ -211,7 +217,8 @@ class SamplerRouter:
             elif not all_weights and kept in self._samplers:
                 sampler = self._samplers[kept]
                 sampler.users.add(session_id)
-            key = self._free_key(session_id, model.name, rank)
+            taken = () if kept is None else self._apart
+            key = self._free_key(session_id, model.name, rank, taken=taken)
             if kept and kept not in self._samplers:
                 key = SamplerKey.parse(kept)
             return sampler or self._add(key, model, user=session_id, limited=True)
@@ -314,6 +321,8 @@ class SamplerRouter:
         """Return the requests for a sampler's engines: `replicas`, or else its present number, or
         else the wanted number."""
         parsed = SamplerKey.parse(key)
+        if key in self._apart:
+            options = options.model_copy(update={"sharing": self._apart[key]})
         number = replicas or self._replicas_of(key, asked=options.replicas)
         keys = [engine_key(key, each) for each in range(number)]
         return [
@@ -334,14 +343,17 @@ class SamplerRouter:
         """Return the number of a sampler's engines with a row, or `asked` without any."""
         return len(engines_of(self.supervisor.overview(), key)) or asked
 
-    def keep(self, key: str) -> None:
+    def keep(self, key: str, *, sharing: Sharing | None = None, apart: bool = False) -> None:
         """Let no more sessions join a sampler, because a trainer keeps its engines. It may not
-        exist yet."""
+        exist yet. A run `apart` has all engines of the sampler to itself, with its `sharing`."""
         self._kept.add(key)
+        if apart:
+            self._apart[key] = sharing
 
     async def release_unused(self, key: str) -> None:
         """Note that no trainer keeps a sampler. Release its engines if it has no users."""
         self._kept.discard(key)
+        self._apart.pop(key, None)
         if key not in self._samplers:
             held = self.supervisor.held_by(key)
             await asyncio.gather(*(self.supervisor.release(each, holder=key) for each in held))
@@ -492,11 +504,14 @@ class SamplerRouter:
             admin=True,  # checked when the session was created
         )
 
-    def _free_key(self, session_id: str, model_name: str, rank: int) -> SamplerKey:
-        """Return the key of a session's new sampler. Others may share the session's first one."""
+    def _free_key(
+        self, session_id: str, model_name: str, rank: int, *, taken: Container[str] = ()
+    ) -> SamplerKey:
+        """Return the key of a session's new sampler, none of `taken`. Others may share the
+        session's first one."""
         largest = self._largest_rank(rank)
         keys = (SamplerKey(session_id, model_name, largest, number) for number in count())
-        return next(key for key in keys if str(key) not in self._samplers)
+        return next(key for key in keys if str(key) not in self._samplers and str(key) not in taken)
 
     def _check_engines(self, owner: str, *, adding: int) -> None:
         theirs = (each for each in self._samplers.values() if each.owner == owner)

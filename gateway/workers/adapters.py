@@ -126,6 +126,7 @@ class WorkerAdapter(Generic[Owner]):
             update={
                 "worker_id": row.process,
                 "group": group.name,
+                "sharing": group.sharing_of(row.request),
                 "devices": group.devices_for(row.request.ranks),
                 "lease": row.token if group.leased else 0,
                 "host_memory": row.request.host_bytes,

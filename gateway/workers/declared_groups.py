@@ -26,7 +26,7 @@ from tandem.errors import InvalidRequest
 from tandem.protocol.devices import Device, parse_device
 from tandem.settings.cluster import ClaimPoolSettings
 from tandem.settings.gateway import GatewaySettings
-from tandem.settings.sharing import GroupSettings
+from tandem.settings.sharing import GroupSettings, Sharing
 from tandem.settings.workers import TrainerSettings
 
 _AWAKE_ON_GPU = 2
@@ -132,7 +132,8 @@ def group_of_claim(pool: ClaimPoolSettings, number: int) -> WorkerGroup:
         name=f"{pool.name}-{number}",
         kinds=_kinds_of(pool.roles),
         devices=tuple(numbered) if pool.has_gpus else (),
-        awake=pool.awake,
+        sharing=pool.sharing or Sharing.TIME_SLICE,
+        awake=0 if pool.sharing == Sharing.MPS else pool.awake,
         workers=pool.workers,
         device_bytes=pool.memory_bytes,
         on_host=not pool.has_gpus,
@@ -167,6 +168,9 @@ def _declared(declared: GroupSettings, host: Host) -> WorkerGroup:
         raise _fault(f"group {declared.name!r}: {error.message}") from error
     if len({device.kind for device in devices}) > 1:
         raise _fault(f"group {declared.name!r} has both cores and NVIDIA devices; it takes one")
+    by_mps = declared.sharing == Sharing.MPS
+    if by_mps and devices[0].kind == "cpu":
+        raise _fault(f"group {declared.name!r} shares cores by mps, which is for NVIDIA devices")
     smallest = min(
         (_accelerator(each, host).memory_bytes for each in devices if each.cuda), default=0
     )
@@ -174,7 +178,8 @@ def _declared(declared: GroupSettings, host: Host) -> WorkerGroup:
         name=declared.name,
         kinds=_kinds_of(declared.roles),
         devices=tuple(map(str, devices)),
-        awake=declared.awake,
+        sharing=declared.sharing,
+        awake=0 if by_mps else declared.awake,
         workers=declared.workers,
         device_bytes=declared.memory_bytes or smallest,
         on_host=devices[0].kind == "cpu",

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gateway.workers.requests import Kind, WorkerRequest
 from tandem.agent.host import NO_SUSPENDER
 from tandem.backends.frameworks import Framework
+from tandem.settings.sharing import Sharing
 
 CONTEXT_BYTES = 2**30
 """Device memory that a process keeps while it sleeps: its context and its libraries."""
@@ -29,6 +30,8 @@ class WorkerGroup:
     of a `pool` is one claim of a cluster. It may have several `nodes`, each with these devices and
     with `node_bytes` of host memory for workers, where 0 is unbounded.
 
+    Runs share the devices by its `sharing`. One run may ask to have any group to itself.
+
     Workers on one `host` share its memory and start a few at a time; "" names none. `launchers`
     names the launcher of each kind of workers. A `drained` group takes no more workers.
 
@@ -39,6 +42,7 @@ class WorkerGroup:
     name: str
     kinds: frozenset[Kind]
     devices: tuple[str, ...] = ()
+    sharing: Sharing = Sharing.TIME_SLICE
     awake: int = 1
     workers: int = 16
     device_bytes: int = 0
@@ -82,6 +86,13 @@ class WorkerGroup:
         """Whether a request for this name gets the group; "" means any group."""
         return name in ("", self.name, self.family)
 
+    def offers(self, sharing: Sharing | None) -> bool:
+        """Whether runs may share its devices so. None means its own way."""
+        return sharing in (None, Sharing.EXCLUSIVE, self.sharing)
+
+    def sharing_of(self, request: WorkerRequest) -> Sharing:
+        return request.sharing or self.sharing
+
     def suits(self, request: WorkerRequest) -> bool:
         """Whether the request allows this group, and the group has a device for each rank.
 
@@ -89,7 +100,7 @@ class WorkerGroup:
         named = not request.groups or bool({self.name, self.family}.intersection(request.groups))
         several = request.kind == "job" and self.nodes_for(request.ranks) > 1
         fits = request.kind in self.kinds and self.has_devices_for(request.ranks)
-        return named and fits and not several
+        return named and fits and self.offers(request.sharing) and not several
 
     def has_devices_for(self, ranks: int) -> bool:
         nodes = self.nodes_for(ranks)
@@ -108,6 +119,7 @@ class WorkerGroup:
         return {
             "name": self.name,
             "roles": self.roles,
+            "sharing": self.sharing,
             "devices": list(self.devices),
             "awake": self.awake,
             "workers": self.workers,

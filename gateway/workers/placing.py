@@ -19,6 +19,7 @@ from gateway.workers.overview import Overview
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.steps import Decision, PlaceRows, StopWorker, TakeGroup
 from gateway.workers.table import WorkerRow
+from tandem.settings.sharing import Sharing
 
 MOST_OVERTAKEN = 8
 ENGINE_QUANTUM = 60.0
@@ -203,15 +204,31 @@ def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
     if (launcher := group.launcher_of(row.request.kind)) in overview.silent:
         return f"the {launcher} of group {group.name} does not answer"
     if group.leased and any(
-        request.sampler and each.request.sampler == request.sampler for each in there
+        row.kind == each.kind == "engine" and request.sampler == each.request.sampler != ""
+        for each in there
     ):
         return f"another engine of the same sampler is on group {group.name}"
+    if fault := _why_not_beside(request, group, there):
+        return fault
     if len(there) >= group.workers > 0:
         setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
         return f"{len(there)} workers are there ({setting} workers)"
     if fault := _why_not_on_devices(request, group, there):
         return fault
     return _why_not_in_host_memory(overview, request, group, there)
+
+
+def _why_not_beside(request: WorkerRequest, group: WorkerGroup, there: Sequence[WorkerRow]) -> str:
+    """A run with exclusive devices shares its group with its own engines alone."""
+    others = [each for each in there if each.request.run_name != request.run_name]
+    if any(group.sharing_of(each.request) == Sharing.EXCLUSIVE for each in others):
+        return f"a run has group {group.name} to itself (tandem.sharing exclusive)"
+    if others and group.sharing_of(request) == Sharing.EXCLUSIVE:
+        return (
+            f"it needs group {group.name} to itself (tandem.sharing exclusive), and "
+            f"{len(others)} workers of others are there"
+        )
+    return ""
 
 
 def _why_not_on_devices(

@@ -50,9 +50,10 @@ class RequestMaker:
         options: RunOptions,
         training: TrainingSpec,
         engines: Sequence[str],
+        sampler: str = "",
     ) -> WorkerRequest:
         """Return the request of a trainer of the model at a path. It gets its group at one moment
-        with these engines."""
+        with these engines of a sampler."""
         may_share = training.lora is not None and options.share != "never"
 
         def needs_on(group: WorkerGroup, size: ModelSize) -> Needs:
@@ -75,8 +76,10 @@ class RequestMaker:
             device_bytes=options.memory,
             host_bytes=options.host_memory,
             groups=(options.group,) if options.group else (),
+            sharing=options.sharing,
             priority=options.priority,
             together=tuple(engines),
+            sampler=sampler,
             start_timeout=options.trainer_start_timeout,
         )
         return self._with_needs(request, needs_on)
@@ -106,6 +109,7 @@ class RequestMaker:
             device_bytes=options.sampler_memory,
             host_bytes=options.sampler_host_memory,
             groups=(options.sampler_group,) if options.sampler_group else (),
+            sharing=options.sharing,
             priority=options.priority,
             together=tuple(together),
             sampler=sampler,

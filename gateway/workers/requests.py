@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from tandem.settings.sharing import Sharing
+
 Kind = Literal["trainer", "engine", "job"]
 
 
@@ -15,9 +17,10 @@ class WorkerRequest:
 
     `device_bytes` is its need on each of its devices, and `host_bytes` its need on the host. 0 is
     an unknown need. `groups` are the allowed groups or families of groups. Without them, all are
-    allowed. `together` has the keys of rows that get their groups at one moment with this one, or
-    not at all. A placed trainer keeps the engines among them. `sampler` names the sampler of an
-    engine: two engines of one sampler never share a leased group. `model` is the path of its base
+    allowed. `sharing` is the asked way, None for that of the group. `together` has the keys of
+    rows that get their groups at one moment with this one, or not at all. A placed trainer keeps
+    the engines among them. `sampler` names the sampler of an engine, or that of a trainer's run.
+    Two engines of one sampler never share a leased group. `model` is the path of its base
     model."""
 
     key: str
@@ -29,10 +32,16 @@ class WorkerRequest:
     device_bytes: int = 0
     host_bytes: int = 0
     groups: tuple[str, ...] = ()
+    sharing: Sharing | None = None
     priority: int = 0
     together: tuple[str, ...] = ()
     sampler: str = ""
     start_timeout: float = 300.0
+
+    @property
+    def run_name(self) -> str:
+        """The name that a run's trainer and its engines have in common."""
+        return self.sampler or self.key
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -40,4 +49,5 @@ class WorkerRequest:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> WorkerRequest:
         lists = {name: tuple(values[name]) for name in ("groups", "together")}
-        return cls(**{**values, **lists})
+        sharing = values.get("sharing")
+        return cls(**{**values, **lists, "sharing": Sharing(sharing) if sharing else None})

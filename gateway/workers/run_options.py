@@ -18,7 +18,7 @@ from tandem.backends.registry import REFUSED
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
-from tandem.settings.sharing import Share
+from tandem.settings.sharing import Share, Sharing
 from tandem.settings.workers import TrainerSettings
 
 _PREFIX = "tandem."
@@ -70,6 +70,7 @@ class RunOptions(BaseModel):
     `min_replicas` on. `shards` of the `ranks` hold one copy of the model. None means the
     ranks of a node, until it is settled. Of the shards, `tensor_parallel` ranks divide the matrices
     and compute the same datums. `share` says when a LoRA run shares a trainer and its engines.
+    `sharing` says how other runs share its devices, where None means as its groups say.
     Without a group, all groups are allowed. The run ends at its `deadline`. Of its saved
     states, the newest `keep_states` stay, 0 for all. The sizes are bytes on each device and on the
     host. 0 means that they are computed. A description names the allowed values, for errors."""
@@ -97,6 +98,7 @@ class RunOptions(BaseModel):
     sampler_memory: _Size = ByteSize(0)
     sampler_host_memory: _Size = ByteSize(0)
     share: Share = "when_full"
+    sharing: Sharing | None = Field(None, description=", ".join(Sharing))
     start_timeout: float = Field(300.0, gt=0, description=f"seconds, {_LONGEST_START:g} at most")
     replicas: Annotated[int, _between(1, 64)] = 1
     min_replicas: Annotated[int, _between(0, 64)] = 1
@@ -194,6 +196,8 @@ def options_of(
         )
     trains = training is not None
     trainers = _check_groups(options, groups, lambda name: _PREFIX + name, trains=trains)
+    if is_kept_apart(options, groups):
+        options = options.model_copy(update={"share": "never"})
     if training is None:
         return options
     options = options.model_copy(update={"shards": _shards_of(options, trainers)})
@@ -226,6 +230,12 @@ def sampled_on_cpu(options: RunOptions, groups: Sequence[WorkerGroup]) -> bool:
     name = f"{_PREFIX}sampler_group"
     found = _allowed_groups(groups, "engine", options.sampler_group, name)
     return all(group.on_host and not group.pool for group in found)
+
+
+def is_kept_apart(options: RunOptions, groups: Sequence[WorkerGroup]) -> bool:
+    """Whether a run may get a group to itself, so that it shares no trainer and no engine."""
+    asked = {options.sharing} if options.sharing else {group.sharing for group in groups}
+    return Sharing.EXCLUSIVE in asked
 
 
 # --- Values ---------------------------------------------------------------------------------------
@@ -333,6 +343,7 @@ def _check_groups(
     Raises `InvalidRequest` for a trainer backend that is absent or unusable, and if no
     allowed group has enough devices."""
     trainers = _allowed_groups(groups, "trainer", options.group, name_of("group"))
+    trainers = _offering(trainers, options.sharing, name_of("sharing"))
     if reason := REFUSED.get(options.backend):
         raise InvalidRequest(f"{name_of('backend')}: {reason}")
     known = {each: why for group in trainers for each, why in group.backends.items()}
@@ -349,6 +360,7 @@ def _check_groups(
     if options.sampler:
         name = name_of("sampler_group")
         engines = _allowed_groups(groups, "engine", options.sampler_group, name)
+        engines = _offering(engines, options.sharing, name_of("sharing"))
         worker = f"an engine on {options.sampler_ranks} devices ({name_of('sampler_ranks')})"
         _check_devices(options.sampler_ranks, engines, worker)
     return trainers
@@ -360,6 +372,22 @@ def _check_devices(ranks: int, groups: Sequence[WorkerGroup], worker: str) -> No
         raise InvalidRequest(
             f"{worker} needs a group with as many devices; there is: {there}; ask for fewer"
         )
+
+
+def _offering(
+    groups: Sequence[WorkerGroup], sharing: Sharing | None, name: str
+) -> list[WorkerGroup]:
+    """Return the groups whose devices may be shared so. Raises `InvalidRequest` without one."""
+    found = [group for group in groups if group.offers(sharing)]
+    if not found:
+        known = [each for each in Sharing if any(group.offers(each) for group in groups)]
+        there = ", ".join(dict.fromkeys(group.family for group in groups))
+        raise InvalidRequest(
+            f"{name} is {sharing}, which the groups {there} do not offer; known: "
+            f"{', '.join(known)}. An administrator declares another one (`sharing` in "
+            "TANDEM_GROUPS or TANDEM_CLAIM_POOLS)"
+        )
+    return found
 
 
 def _allowed_groups(

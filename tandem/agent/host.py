@@ -126,6 +126,17 @@ def _visible(found: Sequence[Accelerator], names: str | None) -> tuple[Accelerat
     return tuple(each for each in found if each.index in visible)
 
 
+def why_no_mps() -> str:
+    """Return why workers here cannot be clients of NVIDIA's MPS daemon, or ""."""
+    folder = os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps"
+    if (Path(folder) / "control").exists():
+        return ""
+    return (
+        f"no MPS daemon listens in {folder}: start `nvidia-cuda-mps-control -d` as the agent's user"
+        ", with the agent's CUDA_MPS_PIPE_DIRECTORY, or choose another `sharing` of the group"
+    )
+
+
 def free_memory_bytes() -> int:
     """Return the host's free memory, within a container's limit."""
     bounds = [int(psutil.virtual_memory().available)]

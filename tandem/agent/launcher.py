@@ -17,6 +17,7 @@ from typing import Any
 
 import orjson
 
+from tandem.agent.host import why_no_mps
 from tandem.agent.metrics import AgentMetrics, worker_port
 from tandem.agent.pool import Child, Pool, default_command, start_child
 from tandem.agent.process_groups import FILE_NAME, ProcessGroups
@@ -41,6 +42,7 @@ from tandem.protocol.worker import (
     WorkerSpec,
 )
 from tandem.settings.chosen_names import is_name
+from tandem.settings.sharing import Sharing
 from tandem.settings.workers import TrainerSettings
 from tandem.telemetry import append_line, get_log
 
@@ -95,6 +97,8 @@ class ProcessLauncher:
                 raise WorkerStartFailed(f"worker {spec.worker_id} runs already")
             if spec.worker_id in self._stopped:  # the request was late
                 raise WorkerStartFailed(f"worker {spec.worker_id} was stopped before it started")
+            if spec.sharing == Sharing.MPS and (why := why_no_mps()):
+                raise WorkerStartFailed(f"group {spec.group} is shared by mps, but {why}")
             used = {worker.spec.metrics_port for worker in self._workers.values()}
             changes: dict[str, object] = {"metrics_port": worker_port(self.metrics_port, used)}
             if spec.lease:

@@ -31,6 +31,7 @@ from tandem import __version__
 from tandem.errors import TandemError
 from tandem.protocol.certificate import Certificate
 from tandem.settings.requests import MOST_PAYLOAD_BYTES
+from tandem.settings.sharing import Sharing
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
 WorkerKind = Literal["trainer", "sampler", "job"]
@@ -212,8 +213,8 @@ class WorkerSpec(BaseModel):
     - `no_suspender`: the reason why the host cannot suspend a leased worker.
     - `nodes`: a trainer's hosts. Each has equally many ranks, in the order of `devices`, and gets
       this specification. `rendezvous` is node 0's HOST:PORT.
-    - `group`: the device group of its place. `host_memory`: its session's need on each host, in
-      bytes, 0 if unknown.
+    - `group`: the device group of its place, and the `sharing` of its devices. `host_memory`: its
+      session's need on each host, in bytes, 0 if unknown.
     - `host`, `port`, `metrics_port`: its address. Port 0 means any free one. Without its
       certificate `tls`, it listens only on loopback.
     - `lifeline`: the longest time without a gateway's call, in seconds. 0 means that the launcher
@@ -241,6 +242,7 @@ class WorkerSpec(BaseModel):
     nodes: int = Field(1, ge=1)
     rendezvous: str = ""
     group: str = ""
+    sharing: Sharing = Sharing.TIME_SLICE
     host_memory: int = 0
     host: str = LOOPBACK
     port: int = Field(0, ge=0, le=65535)

@@ -4,20 +4,19 @@ Only the gateway reads them, with `TANDEM_LAUNCHER=kubernetes`. See `docs/deploy
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tandem.settings.paths import OptionalPath
+from tandem.settings.sharing import Sharing
 
 _LABEL = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$"
 _SUBDOMAIN = r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0-9-]*[a-z0-9])?)*$"
 _MOST_DEVICES = 32
 """Kubernetes' limit for one claim. It accepts more and never schedules them."""
-_MOST_PARAMETER_BYTES = 10 * 2**10
 
 Selector = Annotated[str, Field(min_length=1, max_length=10 * 2**10, pattern=r"\S")]
 """A CEL expression."""
@@ -93,26 +92,6 @@ class DeviceAlternative(BaseModel):
     selectors: list[Selector] = Field(default_factory=list, max_length=32)
 
 
-class DeviceSharing(BaseModel):
-    """The driver's configuration for workers that share a device.
-
-    Example: `{"driver": "gpu.nvidia.com", "parameters": {"apiVersion":
-    "resource.nvidia.com/v1beta1", "kind": "GpuConfig", "sharing": {"strategy": "TimeSlicing",
-    "timeSlicingConfig": {"interval": "Long"}}}}`."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    driver: str = Field(max_length=63, pattern=_SUBDOMAIN)
-    parameters: dict[str, JsonValue] = Field(min_length=1)
-
-    @field_validator("parameters")
-    @classmethod
-    def _is_small(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
-        if (size := len(json.dumps(value))) > _MOST_PARAMETER_BYTES:
-            raise ValueError(f"it has {size} bytes; Kubernetes takes {_MOST_PARAMETER_BYTES}")
-        return value
-
-
 class ClaimPoolSettings(BaseModel):
     """A pool of `TANDEM_CLAIM_POOLS`: device groups that are one ResourceClaim each.
 
@@ -152,7 +131,11 @@ class ClaimPoolSettings(BaseModel):
         max_length=8,
         description="Classes in order of preference, instead of device_class and selectors.",
     )
-    sharing: DeviceSharing | None = None
+    sharing: Sharing | None = Field(
+        None,
+        description="How workers share a claim (empty: `time_slice`, without a configuration of "
+        "the claim).",
+    )
     awake: int = Field(
         1, ge=0, description="Workers of a claim that are awake at once (0: all, always)."
     )
@@ -194,9 +177,14 @@ class ClaimPoolSettings(BaseModel):
             raise ValueError(
                 f"pool {self.name!r} has alternatives; device_class and selectors are said in each"
             )
-        if not self.has_claims and (self.selectors or self.sharing):
+        if not self.has_claims and self.selectors:
             raise ValueError(
                 f"pool {self.name!r} has no device_class, so that it makes no claim that could "
-                "have selectors or sharing"
+                "have selectors"
+            )
+        if self.sharing == Sharing.MPS and not (self.has_gpus and self.memory_bytes):
+            raise ValueError(
+                f"pool {self.name!r} shares devices by mps, so it needs claims of GPUs "
+                "(device_class, compute) and the memory of a device (memory_bytes)"
             )
         return self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from enum import StrEnum
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -12,6 +13,37 @@ from tandem.settings.chosen_names import GROUP_PATTERN
 Share = Literal["when_full", "always", "never"]
 MOST_RUNS = 8
 """The largest number of runs of one trainer."""
+
+
+class Sharing(StrEnum):
+    """How the workers of several runs share the devices of a group."""
+
+    EXCLUSIVE = "exclusive"
+    TIME_SLICE = "time_slice"
+    MPS = "mps"
+
+    @property
+    def meaning(self) -> str:
+        return _MEANINGS[self]
+
+    def strategy(self, *, memory_bytes: int) -> dict[str, Any] | None:
+        """Return the `sharing` of a claim's `GpuConfig` (`resource.nvidia.com/v1beta1`), or None
+        for a claim without configuration. A device has `memory_bytes`."""
+        if self == Sharing.TIME_SLICE:
+            return {"strategy": "TimeSlicing", "timeSlicingConfig": {"interval": "Default"}}
+        if self == Sharing.MPS:
+            limits = {"defaultPinnedDeviceMemoryLimit": str(memory_bytes)}
+            return {"strategy": "MPS", "mpsConfig": limits}
+        return None
+
+
+_MEANINGS = {
+    Sharing.EXCLUSIVE: "A group has the trainer and engines of one run, and no other worker has a "
+    "place there.",
+    Sharing.TIME_SLICE: "Several runs have places on the group, and their workers take turns.",
+    Sharing.MPS: "All workers of the group are awake side by side, as clients of NVIDIA's MPS "
+    "daemon.",
+}
 
 
 class SharingSettings(BaseSettings):
@@ -64,6 +96,7 @@ class GroupSettings(BaseModel):
     name: str = Field(pattern=GROUP_PATTERN)
     devices: list[str] = Field(min_length=1, description="`cpu:0-3`, `cuda:0`, `cuda:GPU-…`")
     roles: list[Literal["trainer", "sampler"]] = Field(min_length=1)
+    sharing: Sharing = Sharing.TIME_SLICE
     awake: int = Field(1, ge=0, description="Workers awake at once (0: all, always).")
     workers: int = Field(16, ge=1, description="Workers that may be there, awake or asleep.")
     memory_bytes: int = Field(

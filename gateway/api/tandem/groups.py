@@ -43,7 +43,8 @@ class GroupWorker(Answer):
 
 class GroupOccupancy(Answer):
     """At most `awake` workers are awake at once (0: all). At most `most_workers` have a place (0:
-    any number), and `placed` have one. `host` is for admins. `switch_seconds` is the recent
+    any number), and `placed` have one. Runs share the devices by `sharing` (exclusive, time_slice
+    or mps), unless they ask for another value. `host` is for admins. `switch_seconds` is the recent
     duration of a switch: one worker falls asleep and another wakes. Of the caller's visible
     workers, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
     `spilled_bytes` in files, as of their last switches. `workers` lists the lease holders, then the
@@ -53,6 +54,7 @@ class GroupOccupancy(Answer):
     host: str
     devices: list[str]
     roles: list[str]
+    sharing: str
     awake: int
     workers: list[GroupWorker]
     most_workers: int
@@ -148,6 +150,7 @@ async def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
         host=group.host if caller.role == "admin" else "",
         devices=list(group.devices),
         roles=group.roles,
+        sharing=group.sharing,
         awake=group.awake,
         workers=[_worker(each, caller, names) for each in found],
         most_workers=group.workers,

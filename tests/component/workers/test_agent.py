@@ -25,6 +25,7 @@ from tandem.agent.service import AgentServicer, serving
 from tandem.agent.worker_process import group_members
 from tandem.errors import WorkerMayRun, WorkerStartFailed
 from tandem.protocol.worker import WorkerSpec
+from tandem.settings.sharing import Sharing
 from tandem.v1 import agent_pb2
 from tests.support.waiting import until, until_serving, wait_until
 
@@ -118,6 +119,24 @@ async def test_a_gateway_that_was_away_is_told_of_the_exits_meanwhile(tmp_path):
             exit_ = await asyncio.wait_for(anext(second.watch()), 60)
             assert exit_.reason == KILLED
             assert await second.list() == []
+
+
+async def test_a_worker_of_a_group_shared_by_mps_starts_only_beside_the_daemon(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipes"))
+    asked = spec().model_copy(update={"sharing": Sharing.MPS, "group": "gpu"})
+    async with agent_of(tmp_path), gateway_of(tmp_path) as gateway:
+        with pytest.raises(
+            WorkerStartFailed,
+            match=r"group gpu is shared by mps, but no MPS daemon listens in .*"
+            "pipes: start `nvidia-cuda-mps-control -d` as the agent's user",
+        ):
+            await gateway.start(asked)
+        (tmp_path / "pipes").mkdir()
+        (tmp_path / "pipes" / "control").touch()
+        handle = await gateway.start(asked)
+        await gateway.stop(handle.worker_id)
 
 
 async def test_an_agent_forgets_the_gateways_that_watched_it(tmp_path):

@@ -73,6 +73,7 @@ _RUNS: tuple[dict[str, object], ...] = (
         "keep_states": 2,
         "recovery": "off",
         "share": "never",
+        "sharing": "exclusive",
     },
     {
         "sampler_group": "serve",

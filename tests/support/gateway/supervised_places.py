@@ -189,8 +189,10 @@ class PlacedRun(_Placed):
             device_bytes=options.memory,
             host_bytes=options.host_memory,
             groups=(options.group,) if options.group else (),
+            sharing=options.sharing,
             priority=options.priority,
             together=tuple(engines),
+            sampler=self.sampler if engines else "",
         )
         return [
             trainer,
@@ -280,6 +282,7 @@ def engine_request(sampler: str, key: str, owner: str, options: RunOptions) -> W
         device_bytes=options.sampler_memory,
         host_bytes=options.sampler_host_memory,
         groups=(options.sampler_group,) if options.sampler_group else (),
+        sharing=options.sharing,
         priority=options.priority,
         sampler=sampler,
     )

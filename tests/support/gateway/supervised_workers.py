@@ -20,7 +20,7 @@ from gateway.workers.supervisor import Supervisor
 from gateway.workers.table import WorkerRow
 from gateway.workers.turns import queue
 from tandem.errors import WorkerStartFailed
-from tandem.settings.sharing import SharingSettings
+from tandem.settings.sharing import Sharing, SharingSettings
 from tests.support.gateway.memory_table import MemoryTable
 from tests.support.gateway.modelled_workers import Devices, Worker
 
@@ -53,6 +53,9 @@ def check_rules(overview: Overview) -> None:
     """Fail if an overview breaks a rule of `docs/design/workers.md`."""
     for group in overview.groups.values():
         rows = overview.on(group)
+        runs = {row.request.run_name for row in rows}
+        alone = any(group.sharing_of(row.request) == Sharing.EXCLUSIVE for row in rows)
+        assert not alone or len(runs) == 1, "an exclusive run is beside another one"
         occupying = [row for row in rows if row.occupies]
         if not group.leased:
             continue

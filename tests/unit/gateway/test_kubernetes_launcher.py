@@ -248,6 +248,26 @@ async def test_a_claim_of_other_settings_is_replaced_when_nobody_uses_it(cluster
         assert cluster.get("resourceclaims", "tandem-train-0")["metadata"]["uid"] != uid
 
 
+@on_cluster()
+async def test_a_worker_gets_no_claim_of_other_settings_that_ended_pods_still_hold(cluster):
+    """Kubernetes forgets the consumers of a claim a while after their ends."""
+    async with Gateway(cluster) as gateway:
+        await gateway.run("trainer-s-1-0")
+        await gateway.launcher.stop("trainer-s-1-0")
+        claim = cluster.get("resourceclaims", "tandem-train-0")
+        claim["status"] = {"reservedFor": [{"name": "trainer-s-1-0", "uid": "1"}]}
+        cluster.change("resourceclaims", claim)
+        gateway.maker.digest = "2"
+        starting = asyncio.create_task(gateway.run("trainer-s-2-0"))
+        await until(lambda: "hold its claim" in gateway.launcher.explain("trainer-s-2-0"))
+        assert cluster.all("pods") == [] and not starting.done()
+        claim["status"] = {}
+        cluster.change("resourceclaims", claim)
+        await starting
+        made = cluster.get("resourceclaims", "tandem-train-0")
+        assert made["metadata"]["uid"] != claim["metadata"]["uid"]
+
+
 @on_cluster(nodes=3)
 async def test_a_trainer_of_several_nodes_has_a_pod_and_a_claim_on_each(cluster):
     async with Gateway(cluster, nodes=3, idle=0) as gateway:

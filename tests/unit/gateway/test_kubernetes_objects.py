@@ -3,10 +3,12 @@ from __future__ import annotations
 import base64
 import json
 from pathlib import Path
+from typing import Literal
 
 import kubernetes.aio.client  # noqa: F401 - imported before the guard: it binds a port
 import kubernetes_validate
 import pytest
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from gateway.workers.launchers.kubernetes.home import Home
 from gateway.workers.launchers.kubernetes.names import (
@@ -28,21 +30,15 @@ from gateway.workers.launchers.kubernetes.templates import Object, read_template
 from tandem.protocol.certificate import Certificate
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.sharing import Sharing
 from tandem.settings.workers import SamplerSettings, TrainerSettings
 
+GOLDEN = Path(__file__).parents[2] / "golden"
 VERSIONS = ("1.34", "1.37")
 RESOURCES = PodResources(cpu="4", memory=2**33, shared_memory=2**28, ephemeral=2**33)
 IMAGES = {"trainer_image": "registry.test/trainer:1", "sampler_image": "registry.test/sampler:1"}
 
 GPUS = {"name": "train", "roles": ["trainer"], "device_class": "gpu.nvidia.com", "devices": 4}
-TIME_SLICING = {
-    "driver": "gpu.nvidia.com",
-    "parameters": {
-        "apiVersion": "resource.nvidia.com/v1beta1",
-        "kind": "GpuConfig",
-        "sharing": {"strategy": "TimeSlicing"},
-    },
-}
 
 
 def a_pool(**changes: object) -> ClaimPoolSettings:
@@ -50,6 +46,7 @@ def a_pool(**changes: object) -> ClaimPoolSettings:
 
 
 CPUS = a_pool(device_class="")
+SLICED = a_pool(sharing="time_slice")
 ALTERNATIVES = [{"device_class": "a", "selectors": ["true"]}] * 8
 
 
@@ -102,7 +99,9 @@ EVERY_KIND = pytest.mark.parametrize(
         (a_spec(), CPUS),
         (a_spec(ranks=8), a_pool(nodes=2)),
         (a_spec(), a_pool(selectors=["device.attributes['gpu.nvidia.com'].architecture == 'x'"])),
-        (a_spec(), a_pool(sharing=TIME_SLICING)),
+        (a_spec(sharing="time_slice"), a_pool(sharing="time_slice")),
+        (a_spec(sharing="exclusive"), a_pool(sharing="mps", memory_bytes=2**34)),
+        (a_spec(sharing="mps"), a_pool(sharing="mps", memory_bytes=2**34)),
         (
             a_spec(),
             a_pool(device_class="", alternatives=ALTERNATIVES),
@@ -152,23 +151,104 @@ def test_a_claim_asks_for_the_devices_of_its_pool_and_never_for_none(spec, pool)
         assert len({each.get("name") for each in asked}) == len(asked)
 
 
-def test_sharing_is_configured_only_where_it_is_asked_for():
-    (plain,) = render_claims("train-0", pool=a_pool(), home=home())
-    assert set(plain["spec"]["devices"]) == {"requests"}
-    (shared,) = render_claims("train-0", pool=a_pool(sharing=TIME_SLICING), home=home())
-    (configured,) = shared["spec"]["devices"]["config"]
-    names = [each["name"] for each in shared["spec"]["devices"]["requests"]]
-    assert configured == {"requests": names, "opaque": TIME_SLICING}
+CONFIGURATIONS = json.loads((GOLDEN / "claim_sharing.json").read_text())
+"""By pool and run: the configuration of the claim, null without one."""
+
+
+def claim_of(pool: Sharing | None, run: Sharing, **changes: object) -> Object:
+    there = a_pool(sharing=pool, memory_bytes=80 * 2**30, **changes)
+    (claim,) = render_claims("train-0", pool=there, home=home(), sharing=run)
+    return claim
+
+
+def configured(claim: Object) -> Object | None:
+    found = claim["spec"]["devices"].get("config", [None])
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize("run", Sharing)
+@pytest.mark.parametrize("pool", [None, *Sharing])
+def test_the_configuration_of_a_claim_equals_the_sharing_of_its_workers(pool, run):
+    """NVIDIA's driver refuses each configuration unless a feature gate is on. So a pool without
+    `sharing` has none, and an exclusive run needs none."""
+    claim = claim_of(pool, run)
+    for version in VERSIONS:
+        kubernetes_validate.validate(claim, version, strict=True)
+    found = configured(claim)
+    assert found == CONFIGURATIONS[pool or "none"][run]
+    strategy = run.strategy(memory_bytes=80 * 2**30) if pool == run else None
+    if strategy is None:
+        assert found is None
+    else:
+        names = [each["name"] for each in claim["spec"]["devices"]["requests"]]
+        assert found is not None and found["requests"] == names
+        assert found["opaque"]["parameters"]["sharing"] == strategy
+        GpuConfig.model_validate_json(json.dumps(found["opaque"]["parameters"]))
+
+
+class Strict(BaseModel):
+    """NVIDIA's driver refuses unknown fields."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class TimeSlicingConfig(Strict):
+    interval: Literal["Default", "Short", "Medium", "Long"]
+
+
+class MpsConfig(Strict):
+    defaultActiveThreadPercentage: int | None = Field(None, ge=0, le=100)
+    defaultPinnedDeviceMemoryLimit: int = Field(ge=2**20, description="a quantity of bytes")
+
+
+class GpuSharing(Strict):
+    """The driver refuses the configuration of another strategy."""
+
+    strategy: Literal["TimeSlicing", "MPS"]
+    timeSlicingConfig: TimeSlicingConfig | None = None
+    mpsConfig: MpsConfig | None = None
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> GpuSharing:
+        slices, by_mps = self.timeSlicingConfig is not None, self.mpsConfig is not None
+        assert (slices, by_mps) == (self.strategy == "TimeSlicing", self.strategy == "MPS")
+        return self
+
+
+class GpuConfig(Strict):
+    """As `api/nvidia.com/resource/v1beta1` of NVIDIA's DRA driver declares it."""
+
+    apiVersion: Literal["resource.nvidia.com/v1beta1"]
+    kind: Literal["GpuConfig"]
+    sharing: GpuSharing
+
+
+@pytest.mark.parametrize("run", Sharing)
+def test_claims_of_other_devices_than_gpus_have_no_configuration(run):
+    changes = {"device_class": "cpu.example.com", "compute": "cpu"}
+    for pool in (Sharing.EXCLUSIVE, Sharing.TIME_SLICE):
+        assert configured(claim_of(pool, run, **changes)) is None
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"memory_bytes": 1, "compute": "cpu"}, {"memory_bytes": 1, "device_class": ""}]
+)
+def test_a_pool_shared_by_mps_has_gpus_of_known_memory(changes):
+    with pytest.raises(ValidationError, match="'train' shares devices by mps, so it needs claims"):
+        a_pool(sharing="mps", **changes)
 
 
 def test_a_claim_says_when_it_is_another_one_than_its_pool_asks_for_now():
     def digest(pool: ClaimPoolSettings) -> str:
-        (claim,) = render_claims("train-0", pool=pool, home=home())
+        sharing = pool.sharing or Sharing.TIME_SLICE
+        (claim,) = render_claims("train-0", pool=pool, home=home(), sharing=sharing)
         return claim["metadata"]["annotations"][GROUP_SPEC]
 
     assert digest(a_pool()) == digest(a_pool(idle=5, workers=2))
     others = (digest(a_pool(devices=2)), digest(a_pool(selectors=["true"])))
     assert len({digest(a_pool()), *others}) == 3
+    assert digest(a_pool(sharing="exclusive")) == digest(a_pool()) != digest(SLICED)
 
 
 @EVERY_KIND
@@ -340,8 +420,11 @@ def test_each_object_of_a_worker_has_all_labels_by_which_it_is_found(spec, pool)
 
 def test_two_installations_of_a_namespace_have_claims_of_their_own():
     names = {
-        render_claims("train-0", pool=a_pool(), home=home(instance=name))[0]["metadata"]["name"]
+        claim["metadata"]["name"]
         for name in ("mine", "yours")
+        for claim in render_claims(
+            "train-0", pool=a_pool(), home=home(instance=name), sharing=Sharing.TIME_SLICE
+        )
     }
     assert len(names) == 2
 

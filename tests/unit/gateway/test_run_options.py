@@ -11,6 +11,7 @@ from gateway.workers.run_options import check_defaults, options_of
 from tandem.errors import InvalidRequest, PermissionDenied
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import Sharing
 
 FULL = TrainingSpec()
 SETTINGS = GatewaySettings(model_defaults={"large": {"ranks": 2, "memory": "40GiB"}})
@@ -96,6 +97,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.recovery": "off",
             "tandem.deadline": "3600",
             "tandem.keep_states": "2",
+            "tandem.sharing": "time_slice",
         }
     )
     assert (options.deadline_at(10.0), options.keep_states) == (3610.0, 2)
@@ -109,6 +111,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert options.trainer_settings(SETTINGS).compile == "on"
     assert options.trainer_start_timeout == 1200.0, "with the time to compile"
     assert (options.share, options.delta) == ("always", "off")
+    assert options.sharing == Sharing.TIME_SLICE
     training = options.training(TrainingSpec())
     assert (training.states, training.offload) == ("bfloat16", "moments")
     assert training.layout == Layout(replicas=1, tensor_parallel=2)
@@ -142,6 +145,7 @@ def test_a_trainer_may_use_the_memory_that_its_run_asks_for_or_else_that_of_the_
         ("offload", "disk", "none, moments or weights"),
         ("sampler", "off", "none, for a run that only trains"),
         ("share", "yes", "when_full, always or never"),
+        ("sharing", "alone", "exclusive, time_slice, mps"),
         ("sampler", "true", "none, for a run that only trains"),
         ("memory", "much", "a number of bytes"),
         ("memory", "-1", "a number of bytes"),
@@ -172,6 +176,36 @@ def test_a_priority_above_zero_is_for_administrators():
     assert asked({"tandem.priority": "5"}, admin=True).priority == 5
     with pytest.raises(PermissionDenied, match=r"tandem\.priority is 5"):
         asked({"tandem.priority": "5"})
+
+
+def test_a_way_to_share_that_no_group_offers_is_refused_with_the_known_ones():
+    with pytest.raises(
+        InvalidRequest,
+        match=r"tandem\.sharing is mps, which the groups train do not offer; known: exclusive, "
+        r"time_slice\. An administrator declares another one \(`sharing` in TANDEM_GROUPS",
+    ):
+        asked({"tandem.sharing": "mps"})
+    train, sample = GROUPS
+    with pytest.raises(InvalidRequest, match="groups sample do not offer"):
+        asked({"tandem.sharing": "mps"}, groups=(replace(train, sharing=Sharing.MPS), sample))
+    by_mps = tuple(replace(group, sharing=Sharing.MPS) for group in GROUPS)
+    assert asked({"tandem.sharing": "mps"}, groups=by_mps).sharing == Sharing.MPS
+    with pytest.raises(InvalidRequest, match="known: exclusive, mps"):
+        asked({"tandem.sharing": "time_slice"}, groups=by_mps)
+    with pytest.raises(InvalidRequest, match=r"TANDEM_MODEL_DEFAULTS of m: tandem\.sharing is mps"):
+        check_defaults(GatewaySettings(model_defaults={"m": {"sharing": "mps"}}), GROUPS)
+
+
+def test_a_run_that_may_have_its_group_to_itself_shares_no_trainer_and_no_engine():
+    for groups in (GROUPS, WHOLE):
+        assert asked(groups=groups).share == "when_full"
+        assert asked({"tandem.sharing": "time_slice"}, groups=groups).share == "when_full"
+        for training in (FULL, None):
+            exclusive = asked(None, {"tandem.sharing": "exclusive"}, training=training)
+            assert exclusive.share == "never"
+    declared = (*GROUPS, replace(GROUPS[0], name="x", sharing=Sharing.EXCLUSIVE))
+    assert asked(groups=declared).share == "never"
+    assert asked({"tandem.sharing": "time_slice"}, groups=declared).share == "when_full"
 
 
 def test_more_ranks_than_any_group_has_devices_are_refused_with_the_groups():

@@ -11,6 +11,7 @@ from gateway.owners.sessions.registry import Session
 from gateway.sampling import router
 from gateway.sampling.sampler import Sampler, SamplerKey
 from tandem.errors import LimitExceeded, Overloaded, SessionFinished
+from tandem.settings.sharing import Sharing
 from tests.support.gateway.sampler_world import World
 
 BOTH = [("s-1", "tiny", 0), ("s-2", "tiny", 0)]
@@ -171,6 +172,30 @@ def test_a_run_loads_its_weights_into_the_engine_that_its_trainer_keeps(world):
         await end(world, "s-2")  # the session has the other engine alone again
         assert key(all_weights(world, "s-1", kept=kept)) == kept == "s-1/tiny/0.1"
         assert world.sampler() is shared
+
+    world.run(scenario())
+
+
+def test_an_exclusive_run_has_an_engine_that_no_other_run_of_its_session_uses(world):
+    async def scenario():
+        await world.open()
+        router, alone = world.router, Sharing.EXCLUSIVE
+        about = {"session_id": "s-1", "model_name": "tiny", "rank": 8}
+        keys = [router.key_for(**about)]
+        router.keep(keys[0])
+        for _ in range(2):
+            keys.append(router.key_for(**about, apart=True))
+            router.keep(keys[-1], sharing=alone, apart=True)
+        assert keys == ["s-1/tiny/8", "s-1/tiny/8.1", "s-1/tiny/8.2"]
+        run = {"session_id": "s-1", "model": world.model, "rank": 8}
+        found = [router.ensure(**run, kept=each) for each in keys]
+        assert list(map(key, found)) == keys
+        assert router.key_for(**about) == keys[0]
+        assert key(router.ensure(**run, kept="")) == keys[0]
+        asked = [each.requests(1)[0].sharing for each in found]
+        assert asked == [None, alone, alone]
+        await router.release_unused(keys[1])
+        assert found[1].requests(1)[0].sharing is None
 
     world.run(scenario())
 

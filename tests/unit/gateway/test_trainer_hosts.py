@@ -17,6 +17,7 @@ from gateway.workers.run_options import RunOptions
 from tandem.errors import InvalidRequest
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import Sharing
 from tandem.v1 import trainer_pb2
 from tests.support.gateway.supervised_places import PlacesWorld, quiet
 from tests.support.gateway.supervised_places import group as group_of
@@ -34,7 +35,7 @@ class Samplers:
         self.busy = ""
         self.newest = 16
 
-    def key_for(self, *, session_id: str, model_name: str, rank: int) -> str:
+    def key_for(self, *, session_id: str, model_name: str, rank: int, apart: bool) -> str:
         return f"{session_id}/{model_name}/{self.newest}"
 
     def takes_adapters(self, key: str, *, rank: int) -> bool:
@@ -43,7 +44,7 @@ class Samplers:
     def engine_requests(self, sampler: str, options: RunOptions, **_about: object) -> list[object]:
         return []
 
-    def keep(self, key: str) -> None:
+    def keep(self, key: str, *, sharing: Sharing | None, apart: bool) -> None:
         self.kept.append(key)
 
     async def release_unused(self, key: str) -> None:

@@ -10,6 +10,7 @@ from gateway.workers.requests import WorkerRequest
 from tandem.agent.host import Accelerator, Host
 from tandem.errors import InvalidRequest
 from tandem.settings.gateway import GatewaySettings
+from tandem.settings.sharing import Sharing
 
 GIB = 2**30
 TRAIN = {"name": "train", "devices": ["cpu:0"], "roles": ["trainer"]}
@@ -48,6 +49,20 @@ def test_declared_groups_have_their_devices_and_the_defaults():
     assert train.on_host
 
 
+def test_a_group_declares_who_shares_its_devices_and_by_mps_all_workers_are_awake():
+    (plain,) = groups_of(declared(BOTH), host())
+    assert plain.sharing == Sharing.TIME_SLICE
+    gpu = BOTH | {"devices": ["cuda:0"], "awake": 1}
+    (by_mps,) = groups_of(declared(gpu | {"sharing": "mps"}), host(gpus=1))
+    assert (by_mps.sharing, by_mps.awake, by_mps.leased) == (Sharing.MPS, 0, False)
+    (alone,) = groups_of(declared(gpu | {"sharing": "exclusive"}), host(gpus=1))
+    assert (alone.sharing, alone.awake) == (Sharing.EXCLUSIVE, 1)
+    pool = {"name": "gpu", "roles": BOTH["roles"], "device_class": "gpu.nvidia.com"}
+    for value, awake in (("mps", 0), ("exclusive", 1), ("time_slice", 1)):
+        (group,) = groups_of(pods(pool | {"sharing": value, "memory_bytes": GIB}), Host())
+        assert (group.sharing, group.awake) == (value, awake)
+
+
 @pytest.mark.parametrize("name", ["cuda:1", "cuda:GPU-1"])
 def test_an_nvidia_device_is_known_by_its_uuid_and_its_memory(name):
     (group,) = groups_of(declared(BOTH | {"devices": [name]}), host(gpus=2))
@@ -70,6 +85,7 @@ def test_an_ambiguous_beginning_of_a_uuid_is_refused():
         ([TRAIN | {"devices": ["cpu:64"]}, SAMPLE], "the host has cpu:0-3, and no cpu:64"),
         ([TRAIN | {"devices": ["cuda:7"]}, SAMPLE], "the host has cuda:0 (GPU-0)"),
         ([TRAIN | {"devices": ["cpu:0", "cuda:0"]}, SAMPLE], "has both cores and NVIDIA devices"),
+        ([TRAIN | {"sharing": "mps"}, SAMPLE], "shares cores by mps, which is for NVIDIA devices"),
         ([TRAIN, SAMPLE | {"devices": ["cpu:0-1"]}], "core 0 is in the groups 'train' and"),
         ([TRAIN | {"devices": ["cpu:0", "cpu:0-1"]}, SAMPLE], "names a device twice"),
         (

@@ -47,7 +47,7 @@ class Claims:
 
     def make(self, worker: PodWorker, body: Object) -> bool:
         """Return whether a claim exists, and start to create it otherwise. An unused claim with an
-        old pool setting is replaced."""
+        old pool setting, or another sharing, is replaced."""
         claim = self._view.objects.get(name_of(body))
         if claim is None or claim.deleted:
             return self._steps.make(worker, self._view, body)
@@ -55,8 +55,13 @@ class Claims:
             worker.says = f"its claim {claim.name} is made anew"
             return False
         digest = body["metadata"].get("annotations", {}).get(GROUP_SPEC, "")
-        if claim.metadata.annotations.get(GROUP_SPEC, "") == digest or claim.status.reserved_for:
+        if claim.metadata.annotations.get(GROUP_SPEC, "") == digest:
             return True
+        if worker.seen or self.users(claim.name) - {worker.worker_id}:
+            return True  # it stays until they have ended
+        if claim.status.reserved_for:
+            worker.says = f"pods that have ended hold its claim {claim.name}"
+            return False
         self._steps.delete(self._view, claim, worker=worker)
         return False
 

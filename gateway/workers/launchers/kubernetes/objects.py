@@ -56,11 +56,14 @@ from tandem.errors import InvalidRequest
 from tandem.protocol.certificate import Certificate
 from tandem.protocol.worker import WorkerSpec
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.sharing import Sharing
 from tandem.settings.workers import TrainerSettings
 
 LIFELINE = 600.0
 """Seconds without a gateway's call, after which a worker ends itself."""
 _ROLE = "tandem.dev/role"
+_GPU_DRIVER = "gpu.nvidia.com"
+_GPU_CONFIG: Object = {"apiVersion": "resource.nvidia.com/v1beta1", "kind": "GpuConfig"}
 _PLACEMENT = ("nodeSelector", "nodeName", "affinity", "tolerations", "schedulerName")
 
 
@@ -160,7 +163,7 @@ def render_worker(
             spec=pod_spec(spec, node=node, pool=pool, resources=resources, home=home),
         )
         pods.append(merged(_for_placement(template, home.settings), pod))
-    claims = render_claims(spec.group, pool=pool, home=home)[:nodes]
+    claims = render_claims(spec.group, pool=pool, home=home, sharing=spec.sharing)[:nodes]
     return WorkerObjects(
         secret=secret, service=service, policy=policy, claims=claims, pods=tuple(pods)
     )
@@ -209,8 +212,12 @@ def check_templates(
                 )
 
 
-def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[Object, ...]:
-    """Return a group's claims, one per node; none if the pool has no claims."""
+def render_claims(
+    group: str, *, pool: ClaimPoolSettings, home: Home, sharing: Sharing
+) -> tuple[Object, ...]:
+    """Return a group's claims for workers that share it so, one per node; none if the pool has no
+    claims. NVIDIA's driver refuses a configuration unless its feature gate is on, so a claim has
+    one only if its pool names this sharing."""
     if not pool.has_claims:
         return ()
     request: Object = {"name": DEVICES}
@@ -223,8 +230,10 @@ def render_claims(group: str, *, pool: ClaimPoolSettings, home: Home) -> tuple[O
     else:
         request["exactly"] = _exactly(pool.device_class, pool.selectors, count=pool.devices)
     devices: Object = {"requests": [request]}
-    if pool.sharing is not None:
-        opaque = {"driver": pool.sharing.driver, "parameters": pool.sharing.parameters}
+    strategy = sharing.strategy(memory_bytes=pool.memory_bytes)
+    if pool.has_gpus and pool.sharing == sharing and strategy is not None:
+        parameters = _GPU_CONFIG | {"sharing": strategy}
+        opaque = {"driver": _GPU_DRIVER, "parameters": parameters}
         devices["config"] = [{"requests": [DEVICES], "opaque": opaque}]
     digest = hashlib.sha256(json.dumps(devices, sort_keys=True).encode()).hexdigest()[:16]
     return tuple(
