@@ -84,6 +84,8 @@ def _api_server(
         f"--etcd-servers={etcd}",
         f"--cert-dir={work / 'certificates'}",
         "--bind-address=127.0.0.1",
+        "--advertise-address=127.0.0.1",
+        "--allow-privileged=true",
         f"--secure-port={port}",
         f"--token-auth-file={tokens}",
         "--authorization-mode=RBAC",

@@ -25,6 +25,8 @@ from benchmarks import record
 from tandem.weights import new_version_name
 from tests.nfs.machines import (
     LEASE_SECONDS,
+    PATH,
+    PROGRAMS,
     Client,
     Kernel,
     Server,
@@ -100,6 +102,8 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, help="a new file, such as trace.jsonl.gz")
     parser.add_argument("--no-save", action="store_true", help="only print")
     arguments = parser.parse_args()
+    if missing := [each for each in PROGRAMS if shutil.which(each, path=PATH) is None]:
+        parser.error(f"{', '.join(missing)} are missing; see tests/nfs/__init__.py")
     end_at_signal()
     print(f"seed {arguments.seed}", flush=True)
     folder = Path(tempfile.mkdtemp(prefix="nfs-"))

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import shutil
 import signal
 import socket
@@ -23,6 +24,8 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 DOWNLOADS = REPOSITORY / "build" / "nfs"
 SERVER, MOUNTED = "10.0.77.1", "/mnt"
 LEASE_SECONDS = 10
+PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
+PROGRAMS = ("qemu-system-x86_64", "apt-get", "dpkg", "depmod", "mkfs.ext4")
 _START_SECONDS = 300.0
 _MODULES = (
     "virtio_pci",
@@ -112,7 +115,7 @@ def get_kernel() -> Kernel:
             package.unlink()
     (image,) = root.glob("boot/vmlinuz-*")
     kernel = Kernel(image, root)
-    _output("/usr/sbin/depmod", "--basedir", str(root), kernel.version)
+    _output("depmod", "--basedir", str(root), kernel.version)
     return kernel
 
 
@@ -160,7 +163,10 @@ def _with_dependencies(modules: Path) -> set[str]:
 
 
 def _output(*command: str, cwd: Path | None = None) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=600)
+    environment = {**os.environ, "PATH": PATH}
+    done = subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
     return done.stdout
@@ -218,7 +224,7 @@ class Server(Machine):
         self._first = self._first.rename(self.folder / "server.gz")
         with (disk := self.folder / "server.img").open("xb") as file:
             file.truncate(gigabytes * 2**30)
-        _output("/usr/sbin/mkfs.ext4", "-q", str(disk))
+        _output("mkfs.ext4", "-q", str(disk))
 
     def start(self) -> None:
         served = self._serves()
@@ -306,4 +312,8 @@ class Client(Machine):
 
 def end_at_signal() -> None:
     """Let `finally` blocks kill the machines when this process is asked to end."""
-    signal.signal(signal.SIGTERM, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+
+    def end(_signal: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
