@@ -32,7 +32,7 @@ from gateway.api.openai.anthropic import anthropic_refusal
 from gateway.api.openai.routes import MESSAGES, PREFIX, TRACES_PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.pages import chat, compare, devices, rollouts, sign_in
+from gateway.api.pages import chat, compare, devices, oidc, rollouts, sign_in
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
 from gateway.api.pages.routing import unknown_page
@@ -135,6 +135,7 @@ ROUTERS = (
     description.router,
     custom_losses.router,
     sign_in.router,
+    oidc.router,
     runs_page.router,
     run_page.router,
     compare.router,

@@ -24,6 +24,7 @@ from gateway.owners.auth.audit import AuditLog
 from gateway.owners.auth.bootstrap import take_bootstrap_key
 from gateway.owners.auth.identity import Identity
 from gateway.owners.auth.keys import KeyStore, check_listening
+from gateway.owners.auth.oidc import OidcProvider
 from gateway.owners.auth.page_sessions import PageSessions
 from gateway.owners.budgets import OwnerBudgets
 from gateway.owners.counted_lines import CountedLines
@@ -152,6 +153,7 @@ class Gateway:
         self.page_sessions = PageSessions(
             database=database, keys=self.keys, local_key=self.api_key, started_at=self.started_at
         )
+        self.oidc = OidcProvider(settings.oidc) if settings.oidc else None
         self.audit = AuditLog(database=database)
         self.refused_keys = CountedLines(
             metrics.refused_keys, first="key_refused", more="keys_refused"

@@ -190,6 +190,8 @@ EXAMPLES: dict[type[TandemError], str] = {
     errors.GatewaySuperseded: "another gateway (epoch 4) has taken over from this one (epoch 3); "
     "ask that one",
     errors.StandingBy: "this gateway is a standby, and another one serves; ask again soon",
+    errors.SignInFailed: "the provider login.example.com does not answer properly now "
+    "(ConnectTimeout); try again, or sign in with an API key",
     errors.StorageFailed: "the gateway cannot use its storage now (SQLITE_IOERR); try again. If "
     "it lasts, the operator finds the cause in the gateway's log",
     errors.StorageFull: "the disk or the database of the gateway is full, and nothing was changed; "

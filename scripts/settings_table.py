@@ -17,7 +17,7 @@ from tandem.settings.variables import settings_by_name
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
 _SUBJECTS = {
     "Addresses, keys and logs": (
-        "HOST PORT PUBLIC_URL API_KEY BOOTSTRAP_KEY_FILE TLS_DIR AGENTS LAUNCHER LOG_LEVEL"
+        "HOST PORT PUBLIC_URL API_KEY BOOTSTRAP_KEY_FILE TLS_DIR OIDC AGENTS LAUNCHER LOG_LEVEL"
     ),
     "Directories and databases": (
         "DATA_DIR PRIVATE_DIR MODELS_DIR SPILL_DIR DATABASE_URL DATABASE_URL_FILE LEADER_TIMEOUT "

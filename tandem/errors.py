@@ -475,6 +475,13 @@ class StandingBy(ServerError):
     retry_after = 1.0
 
 
+class SignInFailed(ServerError):
+    """The OpenID Connect provider does not answer as it should. API keys go on working."""
+
+    status = 503
+    retry_after = 5.0
+
+
 class StorageFailed(ServerError):
     """The database or disk cannot be read or written. Nothing was changed."""
 

@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from tandem.settings.cluster import ClaimPoolSettings, KubernetesSettings
+from tandem.settings.oidc import OidcSettings
 from tandem.settings.paths import OptionalPath
 from tandem.settings.playground import PlaygroundSettings
 from tandem.settings.requests import MOST_PAYLOAD_BYTES, LimitSettings
@@ -75,6 +76,11 @@ class GatewaySettings(BaseSettings):
     bootstrap_key_file: OptionalPath = Field(
         None,
         description="A file with the first admin key, such as a mounted Secret.",
+    )
+    oidc: Annotated[OidcSettings | None, BeforeValidator(lambda given: given or None)] = Field(
+        None,
+        description="Sign-in to the page at a provider of OpenID Connect, as JSON "
+        "([security.md](security.md#sign-in-at-a-provider)).",
     )
     models: dict[str, Path] = Field(
         default_factory=dict,

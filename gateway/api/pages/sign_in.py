@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated
+from typing import Annotated, Literal
 
 from fastapi import Query
 from starlette.exceptions import HTTPException
@@ -48,7 +48,7 @@ async def static_file(name: PathText) -> Response:
 @router.operation("GET", "/sign-in", role="none")
 async def sign_in_page(request: Request, next: Annotated[str, Query()] = "/") -> Response:
     """Return the form for an API key. `next` is the page that was asked for."""
-    return _form(request, next)
+    return sign_in_form(request, next)
 
 
 # A browser's form is not JSON.
@@ -72,13 +72,9 @@ async def sign_in(request: Request) -> Response:
     except (InvalidRequest, PermissionDenied, Unauthenticated) as refusal:
         if not is_browser(request):
             raise
-        return _form(request, asked, status=refusal.status, problem=refusal.message)
-    token = await gateway.page_sessions.sign_in(caller)
-    address = request.client.host if request.client else ""
-    detail = {"key": caller.key_id}
-    gateway.audit.record(Entry(caller.urn, "page_sign_in", caller.key_id, address, 303, detail))
+        return sign_in_form(request, asked, status=refusal.status, problem=refusal.message)
     response = RedirectResponse(own_path(asked), status_code=303)
-    _set_cookie(request, response, cookie_name(request), token)
+    await sign_in_browser(request, response, caller)
     response.delete_cookie(_form_cookie(request))
     return response
 
@@ -112,13 +108,25 @@ def _identify(request: Request, gateway: Gateway, form: dict[str, str]) -> Calle
     return caller
 
 
+async def sign_in_browser(
+    request: Request, response: Response, caller: Caller, **detail: str
+) -> None:
+    """Begin a session, whose cookie goes with the response."""
+    gateway: Gateway = request.app.state.gateway
+    token = await gateway.page_sessions.sign_in(caller)
+    address = request.client.host if request.client else ""
+    about = {"key": caller.key_id, **detail}
+    gateway.audit.record(Entry(caller.urn, "page_sign_in", caller.key_id, address, 303, about))
+    set_cookie(request, response, cookie_name(request), token)
+
+
 def own_path(asked: str) -> str:
     """Return a path of this server to go to, "/" in place of an address of another one."""
     plain = asked.startswith("/") and asked[1:2] not in ("/", "\\") and asked.isprintable()
     return asked if plain else "/"
 
 
-def _form(request: Request, asked: str, *, status: int = 200, problem: str = "") -> Response:
+def sign_in_form(request: Request, asked: str, *, status: int = 200, problem: str = "") -> Response:
     secret = request.cookies.get(_form_cookie(request)) or secrets.token_urlsafe(16)
     response = render_for(
         request,
@@ -127,8 +135,9 @@ def _form(request: Request, asked: str, *, status: int = 200, problem: str = "")
         form_token=form_token(secret),
         next=own_path(asked),
         problem=problem,
+        provider=provider.host if (provider := request.app.state.gateway.oidc) else "",
     )
-    _set_cookie(request, response, _form_cookie(request), secret)
+    set_cookie(request, response, _form_cookie(request), secret)
     return response
 
 
@@ -136,13 +145,23 @@ def _form_cookie(request: Request) -> str:
     return f"{cookie_name(request)}_form"
 
 
-def _set_cookie(request: Request, response: Response, name: str, value: str) -> None:
+def set_cookie(
+    request: Request,
+    response: Response,
+    name: str,
+    value: str,
+    *,
+    seconds: int = SESSION_SECONDS,
+    samesite: Literal["strict", "lax"] = "strict",
+    path: str = "/",
+) -> None:
     public_url = request.app.state.gateway.settings.public_url or ""
     response.set_cookie(
         name,
         value,
-        max_age=SESSION_SECONDS,
+        max_age=seconds,
+        path=path,
         httponly=True,
-        samesite="strict",
+        samesite=samesite,
         secure=request.url.scheme == "https" or public_url.startswith("https:"),
     )

@@ -6,6 +6,7 @@ are also in memory, so a revocation works at once. The local key, from the data 
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import secrets
@@ -19,7 +20,7 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import keys
-from tandem.errors import InvalidRequest, UnknownKey
+from tandem.errors import InvalidRequest, PermissionDenied, UnknownKey
 from tandem.protocol.http_host import is_loopback
 from tandem.settings.chosen_names import OWNER_PATTERN, Label
 from tandem.settings.gateway import GatewaySettings
@@ -30,6 +31,8 @@ metrics."""
 
 LOCAL_OWNER = "local"
 BOOTSTRAP_NAME = "bootstrap-key"
+GRANT_PREFIX = "oidc:"
+"""Begins the names of grants (`grants.py`)."""
 LONGEST_LIFE = 10 * 366 * 86_400.0
 """Longest life of a key, in seconds."""
 
@@ -58,6 +61,8 @@ class Key:
 def _key_name(name: str) -> str:
     if name == BOOTSTRAP_NAME:
         raise ValueError(f"the name {name!r} is that of the key of TANDEM_BOOTSTRAP_KEY_FILE")
+    if name.startswith(GRANT_PREFIX):
+        raise ValueError(f"names that begin with {GRANT_PREFIX!r} are those of grants")
     return name
 
 
@@ -76,6 +81,7 @@ class KeyStore:
         self._clock = clock
         self._keys: dict[str, Key] = {}
         self._unwritten: set[str] = set()
+        self._granting = asyncio.Lock()
 
     async def open(self) -> None:
         rows = await self._database.read(select(keys))
@@ -137,6 +143,45 @@ class KeyStore:
         self._keys[key.id] = key
         return key, former
 
+    async def grant(
+        self, person: str, *, owner: str, named: bool, role: Role, seconds: float
+    ) -> Key:
+        """Return the person's grant, valid for `seconds` from now: an earlier one of the owner, or
+        a new key whose secret nobody has.
+
+        Raises `PermissionDenied` if the person's grant was revoked and would still be valid, or if
+        the owner has keys and neither the person has one of them nor a rule has `named` it."""
+        name = f"{GRANT_PREFIX}{person}"
+        async with self._granting:
+            now = self._clock()
+            mine = [key for key in self._keys.values() if key.name == name]
+            if any(key.revoked_at is not None and (key.expires_at or 0) > now for key in mine):
+                raise PermissionDenied(
+                    "an admin has ended your access; ask an admin of this gateway, or come back "
+                    "after the hours of that access"
+                )
+            owned = [key for key in self._keys.values() if key.owner == owner]
+            if owned and not named and not any(key.name == name for key in owned):
+                raise PermissionDenied(
+                    f"the owner {owner} exists and is somebody else; ask an admin of this gateway "
+                    "for a rule that names your owner"
+                )
+            for key in mine:
+                if key.owner == owner and key.revoked_at is None:
+                    statement = (
+                        update(keys)
+                        .where(keys.c.id == key.id)
+                        .values(role=role, expires_at=now + seconds)
+                    )
+                    await self._database.write(statement, durable=True)
+                    key.role, key.expires_at = role, now + seconds
+                    return key
+            new = NewKey(owner=owner, role=role, expires_in=seconds)
+            key = replace(self._key(f"tml-{secrets.token_urlsafe(32)}", new), name=name)
+            await self._database.write(insert(keys), _row(key), durable=True)
+            self._keys[key.id] = key
+            return key
+
     async def revoke(self, key_id: str) -> Key:
         """Revoke the key and its tokens at once. Idempotent. Raises `UnknownKey`, or
         `InvalidRequest` for the local key."""
@@ -196,7 +241,8 @@ def _row(key: Key) -> dict[str, object]:
 
 def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
     """Raise `InvalidRequest` if other machines could reach a gateway with only the local key."""
-    others = (key for key in keys.all() if not key.local and keys.ended(key) is None)
+    lasting = (k for k in keys.all() if not k.local and not k.name.startswith(GRANT_PREFIX))
+    others = (key for key in lasting if keys.ended(key) is None)
     if is_loopback(settings.host) or any(others):
         return
     raise InvalidRequest(

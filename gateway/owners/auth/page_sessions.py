@@ -81,7 +81,7 @@ class PageSessions:
         session = self._sessions.get(_id_of(token))
         key = self._keys.get(session.key_id) if session is not None else None
         if session is None or key is None or session.expires_at <= self._clock():
-            raise Unauthenticated("you are signed out; sign in with an API key")
+            raise Unauthenticated("you are signed out; sign in again")
         if ended := self._keys.ended(key):
             raise Unauthenticated(f"you are signed out, because the API key {key.id} has {ended}")
         self._keys.note_use(key)

@@ -32,6 +32,8 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "static_file": OPEN,
     "sign_in_page": OPEN,
     "sign_in": SIGN_IN,
+    "begin_oidc": (404, 404, 404, 404, 404),  # no provider is set
+    "finish_oidc": (404, 404, 404, 404, 404),
     "sign_out": (401, 303, 303, 303, 303),
     "runs_page": EVERYBODY,
     "live_runs": EVERYBODY,

@@ -300,6 +300,8 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "static_file": lambda w: Call(f"/static/{next(iter(static_files()))}"),
     "sign_in_page": _get("/sign-in"),
     "sign_in": _sign_in,
+    "begin_oidc": _get("/sign-in/oidc"),
+    "finish_oidc": _get("/sign-in/oidc/callback"),
     "sign_out": lambda w: _form("/sign-out", {}, {}),
     "runs_page": _get("/"),
     "live_runs": lambda w: Call(f"/live/runs?run={w.run}"),
