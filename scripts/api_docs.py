@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from gateway.api.routing import ROLE, RULES
-from gateway.app import create_app
+from gateway.api.routing import OPEN_ROLES, ROLE, RULES, PathOperation
+from gateway.app import create_app, path_operations
+from gateway.owners.auth.keys import Role
 from tandem.settings.gateway import GatewaySettings
 
 PAGE = Path(__file__).parents[1] / "docs" / "api.md"
@@ -19,14 +21,19 @@ _TITLES = {
     "Tandem": "Tandem's own routes",
     "Traces": "The routes of a trace",
 }
+_RIGHTS = """\
+The cells name the things that a key of the role reaches: those of `all` owners, those of its `own`
+owner, or those in its own sessions of `blueprints`. `open` routes need no key, or a signed address.
+Without a word, the route refuses the key."""
 _BOUNDS = ("minimum", "maximum", "minLength", "maxLength", "maxItems")
 Json = dict[str, Any]
 
 
 def page() -> str:
     """Return the whole page."""
-    whole = create_app(GatewaySettings(data_dir=Path("/nonexistent"))).openapi()
-    parts = [PAGE.read_text().partition(_GENERATED)[0] + _GENERATED]
+    app = create_app(GatewaySettings(data_dir=Path("/nonexistent")))
+    whole = app.openapi()
+    parts = [PAGE.read_text().partition(_GENERATED)[0] + _GENERATED, _rights(path_operations(app))]
     for tag, title in _TITLES.items():
         parts.append(f"## {title}\n")
         for path, item in sorted(whole["paths"].items()):
@@ -36,6 +43,18 @@ def page() -> str:
     parts.append("## Bodies\n")
     parts += [_schema(name, schema) for name, schema in whole["components"]["schemas"].items()]
     return "\n".join(parts)
+
+
+def _rights(operations: Iterable[PathOperation]) -> str:
+    """Return the table of routes and roles."""
+    roles = get_args(Role)
+    rows = [("route", *roles), ("---",) * (len(roles) + 1)]
+    for each in sorted(operations, key=lambda each: (each.path_format, each.method)):
+        open_to_all = "open" if each.role in OPEN_ROLES else ""
+        cells = (open_to_all or each.reach_of(role) or "" for role in roles)
+        rows.append((f"`{each.method} {each.path_format}`", *cells))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"## Routes and roles\n\n{_RIGHTS}\n\n{table}\n"
 
 
 def _operation(title: str, operation: Json) -> str:

@@ -5,6 +5,7 @@ An id of another owner raises the same error as a missing one. Roles are checked
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, cast
 
@@ -33,6 +34,9 @@ from tandem.errors import (
     UnknownSession,
     UnknownWeights,
 )
+
+BLUEPRINT = "tandem.blueprint"
+"""The key of a session's `user_metadata` with the name of its blueprint."""
 
 
 @dataclass
@@ -80,10 +84,32 @@ class Access:
         `UnknownSession`."""
         session = self._active(session_id)
         if session is not None:
+            self.check_blueprint(session)
             self._keep_alive(session_id)
             return session
         ended = await self.gateway.session_queries.session(session_id, self.caller)
         raise SessionFinished(why_ended(session_id, reason=ended.reason, detail=ended.detail))
+
+    async def session_for_run(self, session_id: str, metadata: Mapping[str, object] | None) -> None:
+        """Check that a run with this `user_metadata` may begin in an active session. Raises as
+        `session`, and `PermissionDenied`."""
+        await self.session(session_id)
+        if self.caller.reach == "blueprints" and "tandem.deadline" in (metadata or {}):
+            raise PermissionDenied("a run of the role ci has the tandem.deadline of its session")
+
+    def check_blueprint(self, session: Session | SessionRecord | None) -> None:
+        """Raise `PermissionDenied` for the role `ci` outside the sessions of blueprints."""
+        metadata = session.user_metadata if session is not None else None
+        if self.caller.reach == "blueprints" and not (metadata or {}).get(BLUEPRINT):
+            raise PermissionDenied(
+                "a key of the role ci works in sessions of blueprints only; `tandem blueprint run` "
+                f"makes one, with {BLUEPRINT} in its user_metadata"
+            )
+
+    async def check_run(self, run_id: str) -> None:
+        """Raise `PermissionDenied` for the role `ci` if the run is no blueprint's."""
+        if self.caller.reach == "blueprints" and not await self._owns(run_id.partition(":")[0]):
+            self.check_blueprint(None)
 
     async def run(self, run_id: str) -> Session:
         """Return a training run's active session. The run itself may not exist. Raises
@@ -141,12 +167,13 @@ class Access:
             self.gateway.sessions.touch(session_id)
 
     async def _owns(self, session_id: str) -> bool:
-        if self._active(session_id) is not None:
-            return True
-        try:
-            await self.gateway.session_queries.session(session_id, self.caller)
-        except UnknownSession:
-            return False
+        session: Session | SessionRecord | None = self._active(session_id)
+        if session is None:
+            try:
+                session = await self.gateway.session_queries.session(session_id, self.caller)
+            except UnknownSession:
+                return False
+        self.check_blueprint(session)
         return True
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import EllipsisType, NoneType
 from typing import Any, Literal, NoReturn, TypeVar, cast, get_type_hints
 
@@ -33,7 +34,7 @@ from gateway.api.request_body import (
     check_content_type,
 )
 from gateway.core import Gateway
-from gateway.owners.auth.identity import Caller
+from gateway.owners.auth.identity import Caller, Reach
 from gateway.owners.auth.keys import Role as KeyRole
 from gateway.owners.limits import Reservation
 from tandem.errors import (
@@ -50,19 +51,23 @@ from tandem.errors import (
 )
 from tandem.protocol.http_host import hosts_of, is_loopback, may_be_site
 
-Role = Literal["none", "local", "signature", "metrics", "reader", "member", "maintainer", "admin"]
+Role = Literal[
+    "none", "local", "signature", "metrics", "reader", "ci", "member", "maintainer", "admin"
+]
 """The required key: `none` needs no key, `local` none from this machine and any from elsewhere, and
 `signature` a signed address. Other values need a key with this role or one that includes it."""
 OPEN_ROLES = frozenset({"none", "local", "signature"})
 _INCLUDES: Mapping[KeyRole, frozenset[Role]] = {
     "metrics": frozenset({"metrics"}),
     "reader": frozenset({"reader"}),
-    "member": frozenset({"reader", "member"}),
-    "maintainer": frozenset({"metrics", "reader", "member", "maintainer"}),
-    "admin": frozenset({"metrics", "reader", "member", "maintainer", "admin"}),
+    "ci": frozenset({"reader", "ci"}),
+    "member": frozenset({"reader", "ci", "member"}),
+    "maintainer": frozenset({"reader", "ci", "member", "maintainer"}),
+    "admin": frozenset({"metrics", "reader", "ci", "member", "maintainer", "admin"}),
 }
 
 ROLE, AUDIT, RULES = "x-tandem-role", "x-tandem-audit", "x-tandem-rules"
+OVERSEEN = "x-tandem-overseen"
 RAW, BOUNDS = "x-tandem-raw", "x-tandem-bounds"
 
 KEY_REFUSED = "key_refused"
@@ -78,6 +83,7 @@ class PathOperation(APIRoute):
     role: Role
     audit: str | None
     """The action in the audit log, None for no entry."""
+    overseen: bool
 
     @property
     def method(self) -> str:
@@ -93,6 +99,7 @@ class PathOperation(APIRoute):
             caller = self.caller_of(scope)
             if self.role not in OPEN_ROLES:
                 check_role(caller, self.role)
+                state["caller"] = replace(caller, reach=self.reach_of(caller.role) or "own")
             owner = caller.owner
         vital = scope["path"] in VITAL
         open_request = gateway.limits.requests.reserve(owner, forced=vital)
@@ -102,6 +109,14 @@ class PathOperation(APIRoute):
         finally:
             body.release()
             open_request.release()
+
+    def reach_of(self, role: KeyRole) -> Reach | None:
+        """Return the things that a key of this role reaches, None if it is refused."""
+        if self.role not in OPEN_ROLES | _INCLUDES[role]:
+            return None
+        if role in ("admin", "metrics") or (role == "maintainer" and self.overseen):
+            return "all"
+        return "blueprints" if role == self.role == "ci" else "own"
 
     def caller_of(self, scope: Scope) -> Caller:
         """Return the caller. Raises `Unauthenticated`."""
@@ -120,6 +135,7 @@ class PathOperation(APIRoute):
         if ROLE not in facts:
             raise TypeError(f"the route {self.name} ({self.path}) states no role")
         self.role, self.audit = facts[ROLE], facts.get(AUDIT)
+        self.overseen = facts.get(OVERSEEN, False)
         if "GET" in self.methods:
             self.methods.add("HEAD")
         bounds: BodyBounds = facts[BOUNDS]
@@ -180,6 +196,7 @@ class Router(APIRouter):
         path: str,
         *,
         role: Role,
+        overseen: bool = False,
         audit: str | EllipsisType | None = ...,
         errors: Sequence[type[TandemError]] = (),
         rules: Sequence[str] = (),
@@ -193,6 +210,7 @@ class Router(APIRouter):
 
         Args:
           role: the required key.
+          overseen: a maintainer reaches the things of all owners, as an admin does everywhere.
           audit: the action in the audit log (RESOURCE_VERB), or None if no owner's things change.
             Required for all methods but GET.
           errors: its errors beyond the common ones and its dependencies'.
@@ -208,6 +226,7 @@ class Router(APIRouter):
             raise TypeError(f"the route {method} {path} must state its action in the audit log")
         stated: dict[str, object] = {
             ROLE: role,
+            OVERSEEN: overseen or None,
             AUDIT: None if audit is ... else audit,
             BOUNDS: bounds,
             RAW: None if raw is None else True,
@@ -305,11 +324,13 @@ def credential_of(scope: Scope) -> bytes:
 
 
 def check_role(caller: Caller, role: Role) -> None:
-    """Raise `PermissionDenied` with the required role."""
+    """Raise `PermissionDenied` with the roles that suffice."""
     if role not in _INCLUDES[caller.role]:
+        *others, last = (each for each, included in _INCLUDES.items() if role in included)
         raise PermissionDenied(
-            f"this needs a key with the role {role}; {caller.key_id} is a key with the "
-            f"role {caller.role} (an admin makes keys with `tandem keys create`)"
+            f"this needs a key with the role {', '.join(others)}{' or ' if others else ''}{last}; "
+            f"{caller.key_id} is a key with the role {caller.role} (an admin makes keys with "
+            "`tandem keys create`)"
         )
 
 
@@ -352,7 +373,7 @@ def _common_errors(role: Role) -> Iterable[type[TandemError]]:
     if role not in OPEN_ROLES:
         yield from (Unauthenticated, TokenRefused, Overloaded)
         yield PermissionDenied
-    if role in ("member", "maintainer", "admin"):
+    if role in ("ci", "member", "maintainer", "admin"):
         yield LimitExceeded
 
 

@@ -27,7 +27,7 @@ _LONGEST_DEADLINE = 10 * 366 * 86_400.0
 """Seconds: ten years."""
 _COMPILING = 600.0
 """Seconds that a first compilation adds to a start: minutes on a busy machine."""
-_READ_ELSEWHERE = ("recovery",)
+_READ_ELSEWHERE = ("blueprint", "recovery")
 """Names that other code reads."""
 
 

@@ -64,7 +64,10 @@ def _train(request: ProgramRequest) -> ProgramEnd:
     import tinker
 
     train = _load(request.folder / PROGRAM).train
-    metadata = {"tandem.deadline": f"{request.deadline:g}"}
+    metadata = {
+        "tandem.blueprint": request.folder.name,
+        "tandem.deadline": f"{request.deadline:g}",
+    }
     with tinker.ServiceClient(user_metadata=metadata) as service:
         run = BlueprintRun(
             service=service,

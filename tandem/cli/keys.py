@@ -52,10 +52,11 @@ _COLUMNS = {
 def create(
     owner: Annotated[str, typer.Option(help="Who owns it, such as a person or a team.")],
     role: Annotated[
-        Literal["admin", "maintainer", "member", "reader", "metrics"],
+        Literal["admin", "maintainer", "member", "ci", "reader", "metrics"],
         typer.Option(
-            help="admin: everything; maintainer: also drains groups; member: everything of its "
-            "owner; reader: read only; metrics: where the metrics are, and them, for Prometheus."
+            help="admin: everything; maintainer: also drains groups, and stops the runs of all; "
+            "member: everything of its owner; ci: runs of blueprints; reader: read only; "
+            "metrics: where the metrics are, and them, for Prometheus."
         ),
     ] = "member",
     name: Annotated[str, typer.Option(help="What it is for.")] = "",

@@ -23,6 +23,7 @@ router = PageRouter()
     "GET",
     "/compare",
     role="reader",
+    overseen=True,
     errors=[UnknownRun, InvalidRequest],
     rules=["Two to eight different runs."],
 )

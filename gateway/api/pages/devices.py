@@ -42,9 +42,10 @@ class DeviceGroup:
     workers: Sequence[DeviceWorker]
 
 
-@router.operation("GET", "/devices", role="reader")
+@router.operation("GET", "/devices", role="reader", overseen=True)
 async def devices_page(page: PageDep, hours: Annotated[int, Query(ge=1, le=168)] = 1) -> Response:
-    """Show the device groups. An admin sees all workers, others the names of their own."""
+    """Show the device groups. Admins and maintainers see all workers, others the names of
+    their own."""
     gateway, caller, now = page.gateway, page.caller, time.time()
     overview, since = gateway.supervisor.overview(), now - hours * 3600
     events = await read_events(gateway.database, since=since, until=now)

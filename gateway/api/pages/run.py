@@ -36,7 +36,7 @@ _CHART_POINTS = 1000
 _LOG_LINES = 300
 
 
-@router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}", role="reader", overseen=True, errors=[UnknownRun])
 async def run_page(
     run_id: PathText, page: PageDep, all: Annotated[bool, Query()] = False
 ) -> Response:
@@ -64,7 +64,7 @@ async def run_page(
     return await page.draw(draw)
 
 
-@router.operation("GET", "/runs/{run_id}/curves", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/curves", role="reader", overseen=True, errors=[UnknownRun])
 async def run_curves(
     run_id: PathText,
     page: PageDep,
@@ -79,7 +79,7 @@ async def run_curves(
     return Response(orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY), media_type=JSON)
 
 
-@router.operation("GET", "/runs/{run_id}/live", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/live", role="reader", overseen=True, errors=[UnknownRun])
 async def live_run(
     run_id: PathText,
     page: PageDep,
@@ -132,6 +132,7 @@ async def checkpoint_page(
     "POST",
     "/runs/{run_id}/stop",
     role="member",
+    overseen=True,
     audit="run_stop",
     errors=[UnknownRun],
     raw=FORM_CONTENT,
@@ -145,7 +146,7 @@ async def stop_run_form(request: Request) -> Response:
     return RedirectResponse(f"/runs/{quote(run_id, safe=':')}", status_code=303)
 
 
-@router.operation("GET", "/runs/{run_id}/logs", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/logs", role="reader", overseen=True, errors=[UnknownRun])
 async def run_logs(
     run_id: PathText, page: PageDep, level: Annotated[Level, Query()] = "info"
 ) -> Response:

@@ -24,7 +24,7 @@ _MOST_WATCHED = 200
 Text = Annotated[str, StringConstraints(max_length=200), Query()]
 
 
-@router.operation("GET", "/", role="reader")
+@router.operation("GET", "/", role="reader", overseen=True)
 async def runs_page(
     page: PageDep,
     offset: Annotated[Offset, Query()] = 0,
@@ -34,7 +34,7 @@ async def runs_page(
     owner: Text = "",
     sort: Annotated[Sort, Query()] = "newest",
 ) -> Response:
-    """Show the caller's runs, the newest first. An admin sees everybody's."""
+    """Show the caller's runs, the newest first. Admins and maintainers see everybody's."""
     given = {"name": name, "tag": tag, "state": state, "owner": owner}
     asked = {key: value for key, value in given.items() if value}
     list_runs = partial(page.gateway.run_records.runs, page.caller, scope="accessible")
@@ -54,7 +54,7 @@ async def runs_page(
     )
 
 
-@router.operation("GET", "/live/runs", role="reader")
+@router.operation("GET", "/live/runs", role="reader", overseen=True)
 async def live_runs(
     page: PageDep,
     run: Annotated[list[str], Query(max_length=_MOST_WATCHED)] = [],  # noqa: B006 - copied

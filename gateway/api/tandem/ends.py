@@ -1,4 +1,4 @@
-"""Stops a run, for its owner and for admins."""
+"""Stops a run, for its owner, maintainers and admins."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class StoppedRun(Answer):
     "POST",
     "/runs/{run_id}/stop",
     role="member",
+    overseen=True,
     audit="run_stop",
     errors=[UnknownRun, StorageFailed, StorageFull],
 )

@@ -44,11 +44,11 @@ class GroupWorker(Answer):
 class GroupOccupancy(Answer):
     """At most `awake` workers are awake at once (0: all). At most `most_workers` have a place (0:
     any number), and `placed` have one. Runs share the devices by `sharing` (exclusive, time_slice
-    or mps), unless they ask for another value. `host` is for admins. `switch_seconds` is the recent
-    duration of a switch: one worker falls asleep and another wakes. Of the caller's visible
-    workers, `resident_bytes` are on the devices, `sleeping_bytes` in host memory and
-    `spilled_bytes` in files, as of their last switches. `workers` lists the lease holders, then the
-    waiting ones in turn, then the rest."""
+    or mps), unless they ask for another value. `host` is for admins and maintainers.
+    `switch_seconds` is the recent duration of a switch: one worker falls asleep and another wakes.
+    Of the caller's visible workers, `resident_bytes` are on the devices, `sleeping_bytes` in host
+    memory and `spilled_bytes` in files, as of their last switches. `workers` lists the lease
+    holders, then the waiting ones in turn, then the rest."""
 
     name: str
     host: str
@@ -87,14 +87,15 @@ class PlaceApplicant(Answer):
 
 
 class GroupList(Answer):
-    """`queue` waits for places, the next one first. `memory` is for admins, null for others."""
+    """`queue` waits for places, the next one first. `memory` is for admins and maintainers, null
+    for others."""
 
     groups: list[GroupOccupancy]
     memory: HostMemoryUse | None
     queue: list[PlaceApplicant]
 
 
-@router.operation("GET", "/groups", role="reader")
+@router.operation("GET", "/groups", role="reader", overseen=True)
 async def list_groups(access: AccessDep) -> GroupList:
     """List the device groups, their workers, and the queue for places."""
     gateway, caller = access.gateway, access.caller
@@ -103,13 +104,18 @@ async def list_groups(access: AccessDep) -> GroupList:
     memory = HostMemoryUse(budget_bytes=budget, used_bytes=used)
     return GroupList(
         groups=[await _described(group, access) for group in gateway.groups()],
-        memory=memory if caller.role == "admin" else None,
+        memory=memory if caller.sees_all else None,
         queue=[_applicant(each, caller) for each in applicants(overview)],
     )
 
 
 @router.operation(
-    "POST", "/groups/{name}/drain", role="maintainer", audit="group_drain", errors=[UnknownGroup]
+    "POST",
+    "/groups/{name}/drain",
+    role="maintainer",
+    overseen=True,
+    audit="group_drain",
+    errors=[UnknownGroup],
 )
 async def drain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     """Stop placing workers on a group, even after a restart of the gateway. Its idle workers fall
@@ -121,6 +127,7 @@ async def drain_group(name: PathText, access: AccessDep) -> GroupOccupancy:
     "DELETE",
     "/groups/{name}/drain",
     role="maintainer",
+    overseen=True,
     audit="group_undrain",
     errors=[UnknownGroup],
 )
@@ -147,7 +154,7 @@ async def _described(group: WorkerGroup, access: Access) -> GroupOccupancy:
     names = await access.gateway.run_records.names(keys, access.caller)
     return GroupOccupancy(
         name=group.name,
-        host=group.host if caller.role == "admin" else "",
+        host=group.host if caller.sees_all else "",
         devices=list(group.devices),
         roles=group.roles,
         sharing=group.sharing,

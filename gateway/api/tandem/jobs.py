@@ -146,13 +146,14 @@ async def create_job(body: SubmitJob, access: AccessDep) -> JobInfo:
     return about
 
 
-@router.operation("GET", "/jobs", role="reader")
+@router.operation("GET", "/jobs", role="reader", overseen=True)
 async def list_jobs(
     access: AccessDep,
     limit: Annotated[Limit, Query()] = 20,
     offset: Annotated[Offset, Query()] = 0,
 ) -> JobInfos:
-    """Return a page of jobs, newest first. An admin sees everybody's jobs, others their own."""
+    """Return a page of jobs, newest first. Admins and maintainers see everybody's jobs, others
+    their own."""
     found, total = await access.gateway.run_records.runs(
         access.caller,
         scope="accessible",
@@ -163,7 +164,7 @@ async def list_jobs(
     return JobInfos(jobs=await _described(found, access), total_count=total)
 
 
-@router.operation("GET", "/jobs/{job_id}", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/jobs/{job_id}", role="reader", overseen=True, errors=[UnknownRun])
 async def get_job(job_id: PathText, access: AccessDep) -> JobDetails:
     """Describe a job, even after its end."""
     found = await _described([await own_run(job_id, access)], access)

@@ -87,7 +87,7 @@ class ScoredSequences(Answer):
 @router.operation(
     "POST",
     "/logprobs",
-    role="member",
+    role="ci",
     audit=None,
     errors=[
         OperationTimedOut,
@@ -149,6 +149,7 @@ async def _weights(
         with gateway.checkpoints.pins.pinned(relative_version_folder(version.name)):
             yield session, version
     elif body.model is not None and body.sampling_session_id is None:
+        access.check_blueprint(None)
         async with ModelDirectory(gateway).resolve(body.model, access.caller) as target:
             version = target.version
             async with gateway.implicit_sessions.place(owner, body.model) as (session_id, number):

@@ -57,7 +57,7 @@ class LogSummaries(Answer):
     logs: list[LogSummary]
 
 
-@router.operation("GET", "/logs", role="reader", errors=[UnknownRun, UnknownRequest])
+@router.operation("GET", "/logs", role="reader", overseen=True, errors=[UnknownRun, UnknownRequest])
 async def log_lines(
     access: AccessDep,
     log: _Name = None,
@@ -67,9 +67,9 @@ async def log_lines(
     since: Annotated[float, Query(ge=0, le=2**53)] = 0.0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 200,
 ) -> LogEntries:
-    """Return the newest lines of gateway, agent and workers in the order of their times. An admin
-    sees all, others the lines about their own sessions, without paths. Logs are read from their
-    ends, up to a bound."""
+    """Return the newest lines of gateway, agent and workers in the order of their times. Admins
+    and maintainers see all, others the lines about their own sessions. Only admins see paths. Logs
+    are read from their ends, up to a bound."""
     gateway, mine = access.gateway, await _sessions(access)
     if run is not None and mine is not None and run.partition(":")[0] not in mine:
         raise unknown_run(run)
@@ -86,12 +86,14 @@ async def log_lines(
     )
     folder = gateway.settings.data_dir / "logs"
     found, cut = await asyncio.to_thread(read_log_lines, folder, wanted, limit=limit)
-    return LogEntries(lines=[_entry(line, whole=mine is None) for line in found], cut=cut)
+    whole = access.caller.role == "admin"
+    return LogEntries(lines=[_entry(line, whole=whole) for line in found], cut=cut)
 
 
-@router.operation("GET", "/logs/files", role="reader")
+@router.operation("GET", "/logs/files", role="reader", overseen=True)
 async def log_files(access: AccessDep) -> LogSummaries:
-    """List the logs, the last written first. An admin sees all, others those of their workers."""
+    """List the logs, the last written first. Admins and maintainers see all, others those
+    of their workers."""
     gateway, mine = access.gateway, await _sessions(access)
     found = await asyncio.to_thread(list_log_files, gateway.settings.data_dir / "logs")
     states: Mapping[str, str] = {
@@ -109,8 +111,8 @@ async def log_files(access: AccessDep) -> LogSummaries:
 
 
 async def _sessions(access: Access) -> frozenset[str] | None:
-    """Return the caller's sessions, None for an admin, who sees everything."""
-    if access.caller.role == "admin":
+    """Return the caller's sessions, None for a caller that sees everything."""
+    if access.caller.sees_all:
         return None
     query = select(sessions.c.id).where(visible(sessions.c.owner, access.caller, "owned"))
     await access.gateway.database.flush()

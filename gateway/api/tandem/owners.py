@@ -68,14 +68,15 @@ class OwnerList(Answer):
     owners: list[OwnerInfo]
 
 
-@router.operation("GET", "/owners", role="reader")
+@router.operation("GET", "/owners", role="reader", overseen=True)
 async def list_owners(access: AccessDep) -> OwnerList:
-    """List the owners with their limits and budgets. An admin sees everybody, others themselves."""
+    """List the owners with their limits and budgets. Admins and maintainers see everybody,
+    others themselves."""
     stored = await _stored(access)
     return OwnerList(owners=[_described(access, name, stored) for name in _known(access)])
 
 
-@router.operation("GET", "/owners/{name}", role="reader", errors=[UnknownOwner])
+@router.operation("GET", "/owners/{name}", role="reader", overseen=True, errors=[UnknownOwner])
 async def get_owner(name: PathText, access: AccessDep) -> OwnerInfo:
     """Return an owner's limits and budget."""
     _check_known(access, name)

@@ -127,7 +127,7 @@ async def get_playground(access: AccessDep) -> PlaygroundState:
     )
 
 
-@router.operation("PUT", "", role="admin", audit="playground_change")
+@router.operation("PUT", "", role="maintainer", audit="playground_change")
 async def change_playground(body: PlaygroundChange, access: AccessDep) -> PlaygroundState:
     """Open or close the playground. A closed one starts no trial. Running trials go on."""
     access.audit.note("playground", open=str(body.open).lower())
@@ -164,19 +164,20 @@ async def start_trial(body: StartTrial, access: AccessDep) -> TrialInfo:
     return trial_info(trial, access)
 
 
-@router.operation("GET", "/trials", role="reader")
+@router.operation("GET", "/trials", role="reader", overseen=True)
 async def list_trials(
     access: AccessDep,
     limit: Annotated[Limit, Query()] = 20,
     offset: Annotated[Offset, Query()] = 0,
 ) -> TrialInfos:
-    """Return a page of trials, newest first. An admin sees everybody's trials, others their own."""
-    owner = None if access.caller.role == "admin" else access.caller.owner
+    """Return a page of trials, newest first. Admins and maintainers see everybody's trials, others
+    their own."""
+    owner = None if access.caller.sees_all else access.caller.owner
     found = await access.gateway.playground.list_trials(owner, limit=limit, offset=offset)
     return TrialInfos(trials=[trial_info(each, access) for each in found])
 
 
-@router.operation("GET", "/trials/{trial_id}", role="reader", errors=[UnknownTrial])
+@router.operation("GET", "/trials/{trial_id}", role="reader", overseen=True, errors=[UnknownTrial])
 async def get_trial(trial_id: PathText, access: AccessDep) -> TrialInfo:
     """Describe a trial, even after its end."""
     return trial_info(await own_trial(trial_id, access), access)
@@ -186,6 +187,7 @@ async def get_trial(trial_id: PathText, access: AccessDep) -> TrialInfo:
     "POST",
     "/trials/{trial_id}/end",
     role="member",
+    overseen=True,
     audit="trial_end",
     errors=[UnknownTrial, StorageFailed],
 )

@@ -104,12 +104,13 @@ async def _check_owner(run_id: str, access: Access) -> None:
     """Raises `UnknownRun`."""
     if not access.caller.may_see(await access.gateway.record.owner_of(run_id)):
         raise unknown_run(run_id)
+    await access.check_run(run_id)
 
 
 @router.operation(
     "POST",
     "/runs/{run_id}/metrics",
-    role="member",
+    role="ci",
     audit=None,  # a run sends many
     errors=[UnknownRun, *_DISK],
     rules=["`server_after` is `0` or a `server_cursor`."],
@@ -146,6 +147,7 @@ async def add_metrics(
     "GET",
     "/runs/{run_id}/metrics",
     role="reader",
+    overseen=True,
     errors=[UnknownRun, *_DISK],
     response_model=Curves,
 )
@@ -171,7 +173,7 @@ async def run_metrics(
 @router.operation(
     "POST",
     "/runs/{run_id}/rollouts",
-    role="member",
+    role="ci",
     audit=None,  # a run sends many
     errors=[UnknownRun, *_DISK],
     bounds=TOKENS_BODY,

@@ -162,7 +162,7 @@ class RunEvents(Answer):
     events: list[RunEventInfo]
 
 
-@router.operation("GET", "/runs", role="reader")
+@router.operation("GET", "/runs", role="reader", overseen=True)
 async def list_runs(
     access: AccessDep,
     limit: Annotated[Limit, Query()] = 20,
@@ -172,8 +172,8 @@ async def list_runs(
     state: Annotated[Filter, Query()] = None,
     owner: Annotated[Filter, Query()] = None,
 ) -> RunSummaries:
-    """Return a page of runs, newest first. An admin sees everybody's runs, others their own. `name`
-    is a part of the name, in any case."""
+    """Return a page of runs, newest first. Admins and maintainers see everybody's runs, others
+    their own. `name` is a part of the name, in any case."""
     found, total = await access.gateway.run_records.runs(
         access.caller,
         scope="accessible",
@@ -184,7 +184,7 @@ async def list_runs(
     return RunSummaries(runs=await summaries_of(found, access), total_count=total)
 
 
-@router.operation("GET", "/runs/{run_id}", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}", role="reader", overseen=True, errors=[UnknownRun])
 async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
     """Describe a run, even after its end."""
     run = await own_run(run_id, access)
@@ -195,7 +195,7 @@ async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
 @router.operation(
     "PATCH",
     "/runs/{run_id}",
-    role="member",
+    role="ci",
     audit="run_change",
     errors=[UnknownRun],
     rules=[
@@ -206,6 +206,7 @@ async def get_run(run_id: PathText, access: AccessDep) -> RunDetails:
 async def change_run(run_id: PathText, body: RunChange, access: AccessDep) -> RunDetails:
     """Change a run's name, tags, configuration or other metadata, even after its end."""
     run = await own_run(run_id, access)
+    await access.check_run(run_id)
     given = {name: getattr(body, name) for name in body.model_fields_set}
     changes = identity_changes(given, run.user_metadata)
     if changes:
@@ -215,7 +216,7 @@ async def change_run(run_id: PathText, body: RunChange, access: AccessDep) -> Ru
     return await get_run(run_id, access)
 
 
-@router.operation("GET", "/runs/{run_id}/steps", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/steps", role="reader", overseen=True, errors=[UnknownRun])
 async def run_steps(
     run_id: PathText,
     access: AccessDep,
@@ -239,7 +240,7 @@ async def run_steps(
     )
 
 
-@router.operation("GET", "/runs/{run_id}/events", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/events", role="reader", overseen=True, errors=[UnknownRun])
 async def list_run_events(run_id: PathText, access: AccessDep) -> RunEvents:
     """Return what happened to a run and its workers in the last seven days, in order."""
     run = await own_run(run_id, access)

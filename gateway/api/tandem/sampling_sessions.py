@@ -34,7 +34,7 @@ class SamplingSessionInfo(Answer):
 @router.operation(
     "PATCH",
     "/sampling_sessions/{sampler_id}",
-    role="member",
+    role="ci",
     audit="sampler_change",
     errors=[UnknownSampler, SessionFinished, StorageFailed],
     rules=["Only the weights of the caller's own runs can be bounded, and no base model."],

@@ -168,16 +168,16 @@ class Version(Answer):
     role: str
 
 
-@router.operation("GET", "/status", role="reader")
+@router.operation("GET", "/status", role="reader", overseen=True)
 async def status(access: AccessDep) -> Status:
-    """Return the status of everything for an admin. Others see their own things, without the
-    addresses of workers and the paths of files."""
+    """Return the status of everything for an admin. Others do not see the addresses of workers and
+    the paths of files, and only maintainers see other owners' things."""
     gateway, caller, now = access.gateway, access.caller, time.time()
     mine = {session.id for session in gateway.sessions.all() if caller.may_see(session.owner)}
     admin = caller.role == "admin"
 
     def seen(session_id: str) -> bool:
-        return admin or session_id in mine
+        return caller.sees_all or session_id in mine
 
     def name_of(worker: Worker | None) -> str:
         if worker is None:

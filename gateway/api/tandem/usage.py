@@ -17,7 +17,7 @@ from tandem.errors import UnknownRun
 router = Router("/api/tandem/v1", tag="Tandem")
 
 
-@router.operation("GET", "/runs/{run_id}/usage", role="reader", errors=[UnknownRun])
+@router.operation("GET", "/runs/{run_id}/usage", role="reader", overseen=True, errors=[UnknownRun])
 async def run_usage(run_id: PathText, access: AccessDep) -> RunUse:
     """Return the seconds, processors, devices, memory, tokens and bytes of a run."""
     gateway = access.gateway
@@ -26,13 +26,13 @@ async def run_usage(run_id: PathText, access: AccessDep) -> RunUse:
     return await read_run_use(gateway.database, run_id)
 
 
-@router.operation("GET", "/usage", role="reader")
+@router.operation("GET", "/usage", role="reader", overseen=True)
 async def usage_summary(
     access: AccessDep,
     since: Annotated[float, Query(ge=0, le=2**53)] = 0.0,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 50,
 ) -> UsageSummary:
-    """Sum the usage of owners and runs since a time, to the hour. An admin sees everything, others
-    their own. Return at most `limit` runs, those with the most accelerator seconds first. Samples
-    from base models belong to an owner and to no run."""
+    """Sum the usage of owners and runs since a time, to the hour. Admins and maintainers see
+    everything, others their own. Return at most `limit` runs, those with the most accelerator
+    seconds first. Samples from base models belong to an owner and to no run."""
     return await access.gateway.usage_reports.summary(access.caller, since=since, max_runs=limit)

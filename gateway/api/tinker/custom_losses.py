@@ -28,7 +28,7 @@ class CustomLossAccepted(Answer):
 @router.operation(
     "POST",
     "/create_custom_loss",
-    role="member",
+    role="ci",
     audit="loss_create",
     errors=[UnknownSession, SessionFinished, CustomLossInvalid],
     rules=["The rest of the body is the traced loss (docs/training.md)."],

@@ -212,7 +212,7 @@ async def retrieve_future(request: BoundedRequest) -> Response:
 @router.operation(
     "POST",
     "/retrieve_futures",
-    role="member",  # it also drops samples
+    role="ci",  # it also drops samples
     audit=None,
     errors=[UnknownSampler],
     response_model=FinishedSamples,
@@ -247,7 +247,7 @@ async def retrieve_futures(body: RetrieveMany, access: AccessDep) -> FinishedSam
 @router.operation(
     "POST",
     "/cancel_future",
-    role="member",
+    role="ci",
     audit=None,
     errors=[UnknownRequest],
     rules=["Only samples can be cancelled."],

@@ -147,7 +147,7 @@ class SamplerInfo(Answer):
 @router.operation(
     "POST",
     "/asample",
-    role="member",
+    role="ci",
     audit=None,
     errors=[
         UnknownSampler,
@@ -231,7 +231,7 @@ async def asample(request: BoundedRequest) -> Response:
 @router.operation(
     "POST",
     "/create_sampling_session",
-    role="member",
+    role="ci",
     audit="sampler_create",
     errors=[UnknownSession, SessionFinished, SequenceTaken, UnknownModel, UnknownWeights],
     rules=["Either `base_model` or `model_path` is needed, and the path must be one."],
@@ -254,9 +254,7 @@ async def create_sampling_session(
     return CreatedSamplingSession(type="create_sampling_session", sampling_session_id=session.id)
 
 
-@router.operation(
-    "POST", "/join_sampling_session", role="member", audit=None, errors=[UnknownSampler]
-)
+@router.operation("POST", "/join_sampling_session", role="ci", audit=None, errors=[UnknownSampler])
 async def join_sampling_session(body: Join, access: AccessDep) -> Joined:
     """Return a number for another client of a sampling session, such as an unpickled one."""
     await access.sampling_session(body.sampling_session_id)
@@ -280,6 +278,7 @@ async def _session_and_seq_id(access: Access, body: Sample) -> tuple[SamplingSes
                 "a sample needs a sampling_session_id with a seq_id, or else one of base_model "
                 "and model_path"
             )
+        access.check_blueprint(None)
         # The first request fixes the weights.
         async with gateway.implicit_sessions.place(owner, model) as (session_id, number):
             session = await gateway.sampling.create(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Annotated, Literal
 
@@ -9,7 +10,7 @@ from fastapi import Query
 from pydantic import BaseModel, Field
 from starlette.responses import StreamingResponse
 
-from gateway.api.dependencies import AccessDep, PastSession
+from gateway.api.dependencies import BLUEPRINT, AccessDep, PastSession
 from gateway.api.fields import Answer, Limit, Moment, Offset, PathText, Time, UserMetadata
 from gateway.api.request_body import STORED_BODY
 from gateway.api.routing import Router, file_response
@@ -19,12 +20,21 @@ from gateway.owners.sessions.queries import Cursor, EndReason, SessionFilters, S
 from gateway.owners.sessions.registry import Metadata, NewSession
 from gateway.owners.usage.trace_exports import PREFIX
 from gateway.runs.record.rows import Storage
-from gateway.workers.run_options import options_of
-from tandem.errors import AddressExpired, AddressForged, SessionFinished, UnknownSession
+from gateway.workers.run_options import RunOptions, options_of
+from tandem.errors import (
+    AddressExpired,
+    AddressForged,
+    PermissionDenied,
+    SessionFinished,
+    UnknownSession,
+)
 from tandem.settings.chosen_names import Label
 
 _LONGEST_DETAIL = 4000
 """Characters. Every operation that the session's end fails repeats them."""
+
+_LONGEST_DEADLINE = 86_400.0
+"""Seconds, of the runs in a session of the role `ci`."""
 
 router = Router("/api/v1", tag="SDK")
 files_router = Router(tag="SDK")
@@ -134,7 +144,7 @@ class TraceExport(Answer):
 @router.operation(
     "POST",
     "/session_heartbeat",
-    role="member",
+    role="ci",
     audit=None,
     errors=[UnknownSession, SessionFinished],
 )
@@ -147,7 +157,7 @@ async def session_heartbeat(body: Heartbeat, access: AccessDep) -> Beat:
 @router.operation(
     "POST",
     "/create_session",
-    role="member",
+    role="ci",
     audit="session_create",
     rules=[*SDK_VERSION, ASKS],
     bounds=STORED_BODY,
@@ -156,7 +166,7 @@ async def create_session(body: CreateSession, access: AccessDep) -> CreatedSessi
     """Begin a session. An SDK that is too old is refused. An untested one gets a warning for its
     log."""
     warning = check_sdk_version(body.sdk_version)
-    options_of(
+    options = options_of(
         None,
         body.user_metadata,
         model="",
@@ -164,6 +174,8 @@ async def create_session(body: CreateSession, access: AccessDep) -> CreatedSessi
         groups=access.gateway.groups(),
         admin=access.caller.role == "admin",
     )
+    if access.caller.reach == "blueprints":
+        _check_of_blueprint(body.user_metadata, options)
     fields = body.model_dump() | {"project_id": body.project_id or ""}
     session = await access.gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
     access.audit.note(session.id)
@@ -173,7 +185,8 @@ async def create_session(body: CreateSession, access: AccessDep) -> CreatedSessi
 @router.operation(
     "POST",
     "/sessions/{session_id}/finish",
-    role="member",
+    role="ci",
+    overseen=True,
     audit="session_finish",
     errors=[UnknownSession],
 )
@@ -191,7 +204,7 @@ async def finish_session(session_id: PathText, body: Finish, access: AccessDep) 
     )
 
 
-@router.operation("GET", "/sessions", role="reader")
+@router.operation("GET", "/sessions", role="reader", overseen=True)
 async def list_sessions(
     access: AccessDep,
     limit: Limit = 20,
@@ -209,6 +222,7 @@ async def list_sessions(
     "POST",
     "/sessions/search",
     role="reader",
+    overseen=True,
     audit=None,
     rules=["A cursor must be that of a page before, for the same filters."],
 )
@@ -224,7 +238,9 @@ async def search_sessions(body: Search, access: AccessDep) -> SessionPage:
     )
 
 
-@router.operation("GET", "/sessions/{session_id}", role="reader", errors=[UnknownSession])
+@router.operation(
+    "GET", "/sessions/{session_id}", role="reader", overseen=True, errors=[UnknownSession]
+)
 async def get_session(
     session_id: PathText, access: AccessDep, access_scope: Annotated[Scope, Query()] = "owned"
 ) -> SessionContents:
@@ -287,3 +303,15 @@ def _summary(session: SessionRecord, storage: Storage) -> SessionSummary:
         checkpoints_count=storage.count,
         checkpoint_storage_bytes=storage.bytes,
     )
+
+
+def _check_of_blueprint(metadata: Metadata | None, options: RunOptions) -> None:
+    """Raise `PermissionDenied` unless the session names its blueprint, and its runs end within a
+    day. The gateway cannot see the program."""
+    now = time.time()
+    ends_at = options.deadline_at(now)
+    if not (metadata or {}).get(BLUEPRINT) or ends_at is None or ends_at > now + _LONGEST_DEADLINE:
+        raise PermissionDenied(
+            f"the user_metadata of a session of the role ci has {BLUEPRINT}, and a tandem.deadline "
+            f"of at most {_LONGEST_DEADLINE:g} seconds; `tandem blueprint run` gives both"
+        )

@@ -166,7 +166,7 @@ def _unchanging(raw: bytes, body: Body | None) -> bytes:
 @router.operation(
     "POST",
     "/forward_backward",
-    role="member",
+    role="ci",
     audit=None,
     errors=[UnknownRun, SessionFinished, SequenceTaken, Overloaded],
     rules=[_LATER, _SAME, "The body must name a run and a sequence number of at least 1."],
@@ -226,7 +226,7 @@ async def forward_backward(request: BoundedRequest) -> Response:
 @router.operation(
     "POST",
     "/optim_step",
-    role="member",
+    role="ci",
     audit=None,
     rules=["A step takes either `adam_params` or `optimizer_params`."],
     body_schema=OptimStepFields,
@@ -241,9 +241,9 @@ def _add_save(kind: Kind, fields: type[Saved], about: str) -> None:
         return await _submit(access, body, kind, partial(validate, fields))
 
     save.__name__, save.__doc__ = kind, about
-    router.operation(
-        "POST", f"/{kind}", role="member", audit="checkpoint_write", body_schema=fields
-    )(save)
+    router.operation("POST", f"/{kind}", role="ci", audit="checkpoint_write", body_schema=fields)(
+        save
+    )
 
 
 _add_save("save_weights", SaveWeights, "Save a run's state, to resume from, under a name.")
@@ -258,7 +258,7 @@ _add_save("save_weights_external", SaveWeightsExternal, "Export a run's weights 
 @router.operation(
     "POST",
     "/load_weights",
-    role="member",
+    role="ci",
     audit="checkpoint_read",
     errors=[UnknownSession, UnknownModel, UnknownWeights],
     rules=[
@@ -287,7 +287,7 @@ async def load_weights(
         return await _submit(access, validate(Addressed, fields), "load_weights", read, raw=raw)
     check_small(raw)
     new, load = validate(CreateViaLoad, fields), read(fields)
-    await access.session(new.session_id)
+    await access.session_for_run(new.session_id, new.user_metadata)
     asked = known_optimizer(new.optimizer_config) if new.optimizer_config else None
     async with gateway.checkpoints.reading(
         load.path, readers=readers, trainable=True

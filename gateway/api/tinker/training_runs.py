@@ -118,7 +118,7 @@ class RunPage(Answer):
 @router.operation(
     "POST",
     "/create_model",
-    role="member",
+    role="ci",
     audit="run_create",
     errors=[UnknownSession, UnknownModel, SessionFinished, SequenceTaken],
     rules=[
@@ -131,7 +131,7 @@ class RunPage(Answer):
 async def create_model(body: CreateModel, access: AccessDep) -> OperationAccepted:
     """Begin a training run. A user's mistake is answered at once, so that the SDK raises its typed
     error."""
-    await access.session(body.session_id)
+    await access.session_for_run(body.session_id, body.user_metadata)
     optimizer = known_optimizer(body.optimizer_config)
     model, full = model_of(access.gateway, body.base_model, body.user_metadata)
     lora = None if full or body.lora_config is None else _lora_spec(body.lora_config)
@@ -176,7 +176,7 @@ async def get_info(body: ModelId, access: AccessDep) -> TrainingInfo:
     )
 
 
-@router.operation("GET", "/training_runs", role="reader")
+@router.operation("GET", "/training_runs", role="reader", overseen=True)
 async def training_runs(
     access: AccessDep,
     limit: Limit = 20,
@@ -198,7 +198,9 @@ async def training_runs(
     )
 
 
-@router.operation("GET", "/training_runs/{run_id}", role="reader", errors=[UnknownRun])
+@router.operation(
+    "GET", "/training_runs/{run_id}", role="reader", overseen=True, errors=[UnknownRun]
+)
 async def training_run(
     run_id: PathText,
     access: AccessDep,

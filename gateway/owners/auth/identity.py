@@ -27,18 +27,24 @@ _REMEMBERED = 1024
 """Tokens with a remembered signature check, which takes 90 µs."""
 
 Scope = Literal["owned", "accessible"]
-"""Owned things, or all visible ones. An admin sees everything."""
+"""Owned things, or all visible ones. An admin sees everything, as a maintainer does at
+some routes."""
+
+
+Reach = Literal["own", "all", "blueprints"]
+"""The things of one's own owner, of all owners, or of one's own sessions of blueprints."""
 
 
 @dataclass(frozen=True)
 class Caller:
     """A request's sender. `key_id` (`k-…`) does not reveal the key. `expires_at` (seconds since
-    1970) is the token's expiry, None for a key."""
+    1970) is the token's expiry, None for a key. The route sets `reach`."""
 
     owner: str
     key_id: str
     role: Role
     expires_at: float | None = None
+    reach: Reach = "own"
 
     @property
     def urn(self) -> str:
@@ -46,10 +52,14 @@ class Caller:
 
     @property
     def may_change(self) -> bool:
-        return self.role in ("admin", "maintainer", "member")
+        return self.role in ("admin", "maintainer", "member", "ci")
+
+    @property
+    def sees_all(self) -> bool:
+        return self.role == "admin" or self.reach == "all"
 
     def may_see(self, owner: str) -> bool:
-        return self.role == "admin" or (owner == self.owner and self.role != "metrics")
+        return self.sees_all or (owner == self.owner and self.role != "metrics")
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,7 @@ class Identity:
 
 
 def visible(owner: ColumnElement[str], caller: Caller, scope: Scope) -> ColumnElement[bool]:
-    if scope == "accessible" and caller.role == "admin":
+    if scope == "accessible" and caller.sees_all:
         return true()
     return owner == caller.owner
 

@@ -25,9 +25,9 @@ from tandem.protocol.http_host import is_loopback
 from tandem.settings.chosen_names import OWNER_PATTERN, Label
 from tandem.settings.gateway import GatewaySettings
 
-Role = Literal["admin", "maintainer", "member", "reader", "metrics"]
-"""A maintainer is a member with rights over what all owners share. `metrics` may only scrape
-metrics."""
+Role = Literal["admin", "maintainer", "member", "ci", "reader", "metrics"]
+"""A maintainer is a member that also drains groups, and sees and stops the work of all owners. `ci`
+works in sessions of blueprints only. `metrics` may only scrape metrics."""
 
 LOCAL_OWNER = "local"
 BOOTSTRAP_NAME = "bootstrap-key"

@@ -12,6 +12,7 @@ from xml.etree import ElementTree
 import psutil
 import pytest
 
+from gateway.owners.auth.keys import NewKey
 from tandem.blueprints import notebook
 from tandem.errors import InvalidField, UserError
 from tests.support.gateway.running import KEY
@@ -107,11 +108,12 @@ def train(run):
 
 
 def test_nothing_of_a_killed_command_is_left_after_its_sessions_time(gate, tandem, tmp_path):
-    """Its run has a deadline, too."""
+    """Its run has a deadline, too. A key of CI suffices."""
     command = [*written(tmp_path, WAITS), "--timeout", "600"]
     program = [str(Path(sys.executable).with_name("tandem")), *map(str, command)]
     note = tmp_path / "blueprints" / "some" / "run"
-    with subprocess.Popen(program, env={**os.environ, "TINKER_API_KEY": KEY}) as started:
+    _, key = gate.run(gate.gateway.keys.create(NewKey(owner="ci", role="ci")))
+    with subprocess.Popen(program, env={**os.environ, "TINKER_API_KEY": key}) as started:
         wait_until(note.exists)
         pid, run_id = wait_until(lambda: note.read_text().split())
         asked = gate.run(lambda: gate.gateway.runs.get(run_id).options.deadline)

@@ -42,7 +42,8 @@ GROUPS = [
     {"name": "spare", "devices": ["cpu:3"], "roles": ["trainer"], "awake": 0},
 ]
 """Nothing depends on the group `spare`."""
-CALLERS = ("nobody", "foreign", "reader", "member", "admin")
+CALLERS = ("nobody", "foreign", "reader", "ci", "member", "maintainer", "admin")
+BLUEPRINT = {"tandem.blueprint": "sft-chat", "tandem.deadline": "3600"}
 
 
 @dataclass(frozen=True)
@@ -60,9 +61,9 @@ class Call:
 
 
 class World:
-    """`ann` has a session with a run, checkpoints, a sampler, a loss and samples.
+    """`ann` has a session of a blueprint with a run, checkpoints, a sampler, a loss and samples.
 
-    `ben` is another owner. The admin is the local one."""
+    `ben` is another owner, and `max` a maintainer. The admin is the local one."""
 
     def __init__(self, gate: Gate, folder: Path) -> None:
         self.gate = gate
@@ -75,7 +76,9 @@ class World:
             "nobody": "",
             "foreign": self.new_key("ben", "member"),
             "reader": self.new_key("ann", "reader"),
+            "ci": self.new_key("ann", "ci"),
             "member": self.new_key("ann", "member"),
+            "maintainer": self.new_key("max", "maintainer"),
             "admin": KEY,
         }
         self.session = self.new_session()
@@ -164,7 +167,8 @@ class World:
         }
 
     def new_session(self) -> str:
-        return self.post("create_session", tags=[], sdk_version="test").json()["session_id"]
+        body = {"tags": [], "sdk_version": "test", "user_metadata": BLUEPRINT}
+        return self.post("create_session", **body).json()["session_id"]
 
     def save(self, route: str, kind: str) -> str:
         name = f"{kind}-{self.number()}"
