@@ -30,13 +30,19 @@ class CheckedSupervisor(Supervisor):
     `fault` keeps the first one."""
 
     fault: Exception | None = None
+    checks = 0
+
+    def __init__(self, roster: Roster, **about: Any) -> None:
+        super().__init__(roster, **about)
+        self._decide_next, vars(self.loop)["_decide"] = self.loop._decide, self._checked
 
     def check_more(self, overview: Overview) -> None:
         """Check further rules of a test."""
 
-    def _decide(self) -> None:
+    def _checked(self) -> None:
         try:
-            super()._decide()
+            self._decide_next()
+            self.checks += 1
             overview = self.overview()
             check_rules(overview)
             self.check_more(overview)

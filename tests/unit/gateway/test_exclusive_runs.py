@@ -129,4 +129,5 @@ async def test_no_device_has_an_exclusive_run_and_another_one_also_after_restart
             await world.open()
             await quiet()
     world.supervisor.raise_fault()
+    assert world.supervisor.checks, "no decision was checked"
     assert alone and together, "the runs met nobody"
