@@ -7,7 +7,9 @@ import hashlib
 import hmac
 import json
 import re
+import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -19,6 +21,7 @@ from pydantic import ValidationError
 from gateway.owners.auth import oidc
 from gateway.owners.auth.oidc import OidcProvider
 from tandem.errors import InvalidRequest
+from tandem.settings.config_file import read_config_file
 from tandem.settings.oidc import OidcSettings
 from tests.support.gateway.browsers import browser, new_key, sign_in, token_in
 from tests.support.gateway.running import running_gateway
@@ -248,11 +251,10 @@ def test_a_revoked_grant_ends_at_once_and_refuses_until_its_hours_are_over(gate,
 
 def test_two_tabs_sign_in_at_once_with_one_grant(gate, provider):
     provider.know("tabs-1", email="tabs@example.com", email_verified=True)
-    with browser(gate) as client:
-        first, second = begin(client, "/"), begin(client, "/devices")
-        for address, path in ((second, "/devices"), (first, "/")):
-            answer = client.get(provider.approve(address, "tabs-1"))
-            assert f'url={path}"' in answer.text
+    with browser(gate) as client, ThreadPoolExecutor(2) as threads:
+        backs = [provider.approve(begin(client, path), "tabs-1") for path in ("/", "/devices")]
+        answers = [*threads.map(client.get, backs)]
+    assert ['url=/"' in answers[0].text, 'url=/devices"' in answers[1].text] == [True, True]
     assert len([k for k in gate.gateway.keys.all() if k.owner == "tabs@example.com"]) == 1
 
 
@@ -336,6 +338,7 @@ def by_stranger(claims, key) -> str:
         signed(lambda claims: {"nonce": None}),
         signed(lambda claims: {"iss": "http://localhost:1"}),
         signed(lambda claims: {"aud": "another"}),
+        signed(lambda claims: {"aud": "another", "azp": "tandem"}),
         signed(lambda claims: {"aud": ["tandem", "another"]}),
         signed(lambda claims: {"aud": ["tandem", "another"], "azp": "another"}),
         signed(lambda claims: {"exp": int(time.time()) - 3600}),
@@ -429,6 +432,15 @@ def test_without_an_answer_of_the_provider_keys_go_on_working(tmp_path):
         assert client.get("/").status_code == 200
 
 
+def test_a_silent_provider_is_given_up_after_the_deadline(tmp_path, monkeypatch):
+    monkeypatch.setattr(oidc, "_DEADLINE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        chosen = OidcSettings(issuer=url, client_id="tandem", rules=RULES)
+        with running_gateway(tmp_path, oidc=chosen) as gate, browser(gate) as client:
+            assert client.get("/sign-in/oidc").status_code == 503
+
+
 @pytest.mark.parametrize(
     "discovery",
     [
@@ -487,3 +499,12 @@ def test_a_gateway_without_a_provider_has_no_such_page(tmp_path):
         assert "/sign-in/oidc" not in client.get("/sign-in").text
         assert client.get("/sign-in/oidc").status_code == 404
         assert client.get("/sign-in/oidc/callback").status_code == 404
+
+
+def test_the_settings_file_of_the_docs_is_read_in_its_order(tmp_path):
+    page = (Path(__file__).parents[3] / "docs" / "security.md").read_text()
+    file = tmp_path / "tandem.toml"
+    file.write_text(re.search(r"```toml\n(\[oidc\].*?)```", page, re.DOTALL)[1])
+    (text,) = (each.text for each in read_config_file(file).values())
+    rules = OidcSettings.model_validate_json(text).rules
+    assert [rule.role for rule in rules.values()] == ["admin", "maintainer", "member"]
