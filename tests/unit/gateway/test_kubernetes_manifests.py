@@ -47,11 +47,14 @@ def overlays(tmp_path_factory) -> dict[str, Rendered]:
     folder = tmp_path_factory.mktemp("playground")
     return {
         "with a playground": render_overlay("cpu-dev", folder, component="playground"),
+        "with people": render_overlay(
+            "cpu-dev", tmp_path_factory.mktemp("people"), component="people"
+        ),
         **{each: render_overlay(each, tmp_path_factory.mktemp(each)) for each in OVERLAYS},
     }
 
 
-@pytest.fixture(params=[*OVERLAYS, "with a playground"])
+@pytest.fixture(params=[*OVERLAYS, "with a playground", "with people"])
 def overlay(request, overlays) -> Rendered:
     return overlays[request.param]
 
