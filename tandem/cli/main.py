@@ -28,6 +28,7 @@ from tandem.cli import (
     observe,
     owners,
     playground,
+    report,
     runs,
     scale,
     sessions,
@@ -52,6 +53,7 @@ app.command("train")(train.train)
 app.command("jobs")(train.list_jobs)
 app.command("backends")(backends.list_backends)
 app.command("usage")(usage.usage)
+app.command("report")(report.report)
 app.command("scale")(scale.scale)
 app.command("logs")(logs.logs)
 app.command("backup", here=True)(backup.backup)

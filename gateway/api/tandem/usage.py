@@ -10,7 +10,7 @@ from gateway.api.dependencies import AccessDep
 from gateway.api.fields import PathText
 from gateway.api.routing import Router
 from gateway.api.tandem.runs import own_run
-from gateway.owners.usage.reports import UsageSummary
+from gateway.owners.usage.reports import BlueprintReport, UsageSummary
 from gateway.owners.usage.run_resources import RunUse, read_run_use
 from tandem.errors import UnknownRun
 
@@ -36,3 +36,13 @@ async def usage_summary(
     everything, others their own. Return at most `limit` runs, those with the most accelerator
     seconds first. Samples from base models belong to an owner and to no run."""
     return await access.gateway.usage_reports.summary(access.caller, since=since, max_runs=limit)
+
+
+@router.operation("GET", "/usage/blueprints", role="reader", overseen=True)
+async def blueprint_usage(
+    access: AccessDep, since: Annotated[float, Query(ge=0, le=2**53)] = 0.0
+) -> BlueprintReport:
+    """Sum runs, queue seconds and device seconds since a time, by owner and blueprint. Admins and
+    maintainers see everything, others their own. Device seconds count from the hour on, and queue
+    seconds of the last seven days."""
+    return await access.gateway.usage_reports.by_blueprint(access.caller, since=since)

@@ -4,14 +4,16 @@ run. There are no prices."""
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
     RowMapping,
+    Select,
     case,
     cast,
     desc,
@@ -24,7 +26,7 @@ from sqlalchemy import (
 from gateway.owners.auth.identity import Caller, visible
 from gateway.owners.usage.meter import HOUR, UsageMeter
 from gateway.storage.database import Database, from_row
-from gateway.storage.tables import checkpoints, runs, sessions, usage
+from gateway.storage.tables import checkpoints, runs, sessions, usage, worker_events
 
 EventType = Literal[
     "training", "sampling_prefill", "sampling_prefill_cached", "sampling_sample", "checkpoint"
@@ -46,6 +48,7 @@ _COUNTED: Mapping[EventType, tuple[ColumnElement[bool], ColumnElement[int], bool
 reports them once."""
 
 
+_TAG = "blueprint:"
 _USED = (
     "training_tokens",
     "prompt_tokens",
@@ -106,6 +109,24 @@ class RunUsage(OwnerUsage):
 class UsageSummary:
     owners: Sequence[OwnerUsage]
     runs: Sequence[RunUsage]
+
+
+@dataclass(frozen=True)
+class BlueprintUsage:
+    """The work of an owner on a blueprint, "" for all other work. `runs` began or trained. The
+    workers of their sessions waited for places for `queue_seconds`, and devices computed for
+    `device_seconds`."""
+
+    owner: str
+    blueprint: str
+    runs: int
+    queue_seconds: float
+    device_seconds: float
+
+
+@dataclass(frozen=True)
+class BlueprintReport:
+    blueprints: Sequence[BlueprintUsage]
 
 
 Usage = TypeVar("Usage", bound=OwnerUsage)
@@ -228,6 +249,77 @@ class BillingReports:
             owners=[_used(OwnerUsage, row) for row in await self._database.read(by_owner)],
             runs=[_used(RunUsage, row) for row in await self._database.read(by_run)],
         )
+
+    async def by_blueprint(self, caller: Caller, *, since: float) -> BlueprintReport:
+        """Sum the caller's visible work since a time (seconds since 1970), by owner and blueprint.
+        The tag `blueprint:NAME` of a run names that of its whole session. Device seconds count
+        from the hour on, and queue seconds as long as worker events are kept."""
+        self._usage.write()
+        await self._database.flush()
+        recent = (usage.c.hour > since - HOUR) & visible(usage.c.owner, caller, "accessible")
+        used = await self._database.read(
+            select(
+                usage.c.owner,
+                usage.c.session_id,
+                usage.c.run_id,
+                usage.c.event,
+                func.sum(usage.c.accelerator_seconds).label("seconds"),
+            )
+            .where(recent)
+            .group_by(usage.c.owner, usage.c.session_id, usage.c.run_id, usage.c.event)
+        )
+        queued = await self._database.read(_queued(caller, since=since, now=time.time()))
+        at_work_in = union_all(
+            select(usage.c.session_id).where(recent),
+            select(worker_events.c.session_id).where(
+                visible(worker_events.c.owner, caller, "accessible")
+            ),
+        )
+        found = await self._database.read(
+            select(
+                runs.c.id, runs.c.owner, runs.c.session_id, runs.c.tags, runs.c.created_at
+            ).where(
+                visible(runs.c.owner, caller, "accessible"),
+                (runs.c.created_at >= since) | runs.c.session_id.in_(at_work_in),
+            )
+        )
+        names = {
+            row["session_id"]: tag.removeprefix(_TAG)
+            for row in found
+            for tag in row["tags"] or ()
+            if tag.startswith(_TAG)
+        }
+        sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        at_work = {row["run_id"] for row in used if row["event"] != "sample"}
+        counted = [row for row in found if row["created_at"] >= since or row["id"] in at_work]
+        for index, rows in enumerate((counted, queued, used)):
+            for row in rows:
+                amount = float(row["seconds"]) if index else 1
+                sums[row["owner"], names.get(row["session_id"], "")][index] += amount
+        return BlueprintReport(
+            blueprints=[
+                BlueprintUsage(owner, blueprint, int(number), queue, devices)
+                for (owner, blueprint), (number, queue, devices) in sorted(sums.items())
+            ]
+        )
+
+
+def _queued(caller: Caller, *, since: float, now: float) -> Select[Any]:
+    """Select the seconds without a place or a process of each session's workers."""
+    table = worker_events.c
+    events = select(
+        table.owner,
+        table.session_id,
+        table.state,
+        case((table.at < since, since), else_=table.at).label("begin"),
+        func.lead(table.at, 1, now).over(partition_by=table.key, order_by=table.id).label("end"),
+    ).where(visible(table.owner, caller, "accessible"))
+    span = events.subquery().c
+    return (
+        select(span.owner, span.session_id, func.sum(span.end - span.begin).label("seconds"))
+        .where(span.state.in_(["waiting", "placed"]), span.end > span.begin)
+        .group_by(span.owner, span.session_id)
+    )
 
 
 def _used(type_: type[Usage], row: RowMapping) -> Usage:

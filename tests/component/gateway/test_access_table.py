@@ -61,6 +61,7 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "get_version": EVERYBODY,
     "status": EVERYBODY,
     "usage_summary": EVERYBODY,
+    "blueprint_usage": EVERYBODY,
     "list_models": EVERYBODY,
     "list_groups": EVERYBODY,
     "list_backends": EVERYBODY,

@@ -475,6 +475,7 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "checkpoint_files": lambda w: Call(f"{OWN}/checkpoints/files?path={w.state}"),
     "usage_events": _get(f"{API}/billing/usage/events?{_HOURS}"),
     "usage_summary": _get(f"{OWN}/usage"),
+    "blueprint_usage": _get(f"{OWN}/usage/blueprints"),
     "run_usage": lambda w: Call(f"{OWN}/runs/{w.run}/usage"),
     "checkpoint_storage": _get(f"{API}/billing/usage/checkpoints/current"),
     "audit_log": _get(f"{API}/audit"),
