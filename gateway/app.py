@@ -32,7 +32,8 @@ from gateway.api.openai.anthropic import anthropic_refusal
 from gateway.api.openai.routes import MESSAGES, PREFIX, TRACES_PREFIX, openai_refusal
 from gateway.api.openai.routes import router as openai
 from gateway.api.openai.service import InferenceService
-from gateway.api.pages import chat, compare, devices, oidc, rollouts, sign_in
+from gateway.api.pages import chat, compare, devices, oidc, rollouts, sign_in, trial
+from gateway.api.pages import playground as playground_page
 from gateway.api.pages import run as run_page
 from gateway.api.pages import runs as runs_page
 from gateway.api.pages.routing import unknown_page
@@ -141,6 +142,8 @@ ROUTERS = (
     compare.router,
     devices.router,
     chat.router,
+    playground_page.router,
+    trial.router,
     rollouts.router,
 )
 """The most frequent routes first, since routes are tried in order."""

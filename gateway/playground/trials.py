@@ -78,7 +78,8 @@ class Playground:
         return list(self._live.values())
 
     def place_of(self, trial: Trial) -> int:
-        return place_of(trial, self.all())
+        now = self._live.get(trial.id)  # perhaps it changed since the caller read it
+        return place_of(now, self.all()) if now is not None else 0
 
     def count_in(self, state: str) -> int:
         return sum(each.state == state for each in self.all())
@@ -257,7 +258,7 @@ class Playground:
         remove the things of ending ones."""
         async with self._looking:
             now = self.clock()
-            used = await self._used_tokens()
+            used = await self.used_tokens()
             for trial in self.all():
                 if trial.state == "ending":
                     await self._remove_things(trial)
@@ -317,7 +318,7 @@ class Playground:
         if trial.key_id:
             await self.keys.remove(trial.key_id)
 
-    async def _used_tokens(self) -> dict[str, int]:
+    async def used_tokens(self) -> dict[str, int]:
         """Return the tokens of each trial: of its sessions, and of chats with its weights."""
         found = [each.id for each in self.all() if each.state in ("running", "open")]
         if not found:

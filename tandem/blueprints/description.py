@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -33,14 +34,15 @@ class BlueprintNeeds(_DescriptionPart):
 
 
 class Bound(_DescriptionPart):
-    """A range of numbers. NaN is in none."""
+    """A range of finite numbers."""
 
     at_least: float | None = None
     at_most: float | None = None
 
     def allows(self, value: float) -> bool:
         low, high = self.at_least, self.at_most
-        return value == value and (low is None or value >= low) and (high is None or value <= high)
+        finite = abs(value) < math.inf  # and no NaN
+        return finite and (low is None or value >= low) and (high is None or value <= high)
 
     def __str__(self) -> str:
         """Literal examples: "from 1 to 200", "at least 1", "any number"."""
@@ -80,7 +82,8 @@ class Parameter(_DescriptionPart):
         if isinstance(found, str):
             return found
         if not self.range.allows(found):
-            raise InvalidField(f"{name} is {found:g}; allowed: {self.range}", field=name)
+            said = str(found)[:100]  # an integer may be too large for a float
+            raise InvalidField(f"{name} is {said}; allowed: {self.range}", field=name)
         return found
 
     @property

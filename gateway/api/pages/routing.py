@@ -92,13 +92,17 @@ class Page(Access):
         return cast(RunViews, self._request.app.state.run_views)
 
     def render(self, template: str, *, status: int = 200, **data: object) -> Response:
-        """Return a page. Each template also gets `caller`, `form_token` and `path`."""
+        """Return a page. Each template also gets the data of `_about`."""
         return render_for(self._request, template, status=status, **data)
 
     async def draw(self, make: Callable[[], Value]) -> Value:
         """Make a large page or parts of one in a thread, in turns of the owners."""
         async with self.views.drawing.turn(self.caller.owner):
             return await asyncio.to_thread(make)
+
+    def fragment(self, template: str, **data: object) -> str:
+        """Return a part of a page, with the same data."""
+        return fragment(template, **{**_about(self._request), **data})
 
     def check_still_signed_in(self) -> None:
         """Raise `Unauthenticated` after a sign-out, or after the end of the key or token."""
@@ -118,17 +122,23 @@ PageDep = Annotated[Page, Depends(_page)]
 
 
 def render_for(request: Request, template: str, *, status: int = 200, **data: object) -> Response:
-    """Return a page, which no cache keeps, because the next person may not see it. With
-    `app.state.files_only` there are only runs, without checkpoints, events and usage."""
+    """Return a page, which no cache keeps, because the next person may not see it."""
+    text = fragment(template, **{**_about(request), **data})
+    return HTMLResponse(text, status, headers={**HEADERS, "Cache-Control": "no-store"})
+
+
+def _about(request: Request) -> dict[str, object]:
+    """Return the data of each template. With `app.state.files_only` there are only runs, without
+    checkpoints, events and usage."""
     token = page_token(request)
-    about: dict[str, object] = {
+    files_only = getattr(request.app.state, "files_only", False)
+    return {
         "caller": getattr(request.state, "caller", None),
-        "files_only": getattr(request.app.state, "files_only", False),
+        "files_only": files_only,
         "form_token": form_token(token) if token else "",
         "path": request.url.path,
+        "has_playground": not files_only and request.app.state.gateway.settings.playground.runs > 0,
     }
-    text = fragment(template, **{**about, **data})
-    return HTMLResponse(text, status, headers={**HEADERS, "Cache-Control": "no-store"})
 
 
 def cookie_name(request: Request) -> str:

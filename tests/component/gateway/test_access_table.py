@@ -54,6 +54,13 @@ EXPECTED: dict[str, tuple[int, ...]] = {
     "chat_page": EVERYBODY,
     "chat": CHANGE,
     "chat_stream": (401, 400, 403, 403, 400, 400, 400),  # the form names no model
+    "playground_page": EVERYBODY,
+    "live_playground": EVERYBODY,
+    "switch_playground": (401, 403, 403, 403, 403, 303, 303),
+    "start_trial_form": (401, 303, 403, 403, 303, 303, 303),
+    "trial_page": LOOK,
+    "live_trial": LOOK,
+    "end_trial_form": (401, 404, 403, 403, 303, 303, 303),
     "client_config": EVERYBODY,
     "dynamic_config": EVERYBODY,
     "capabilities": EVERYBODY,

@@ -324,6 +324,16 @@ CALLS: Mapping[str, Callable[[World], Call]] = {
     "chat_page": _get("/chat"),
     "chat": lambda w: _form("/chat", {}, {}),
     "chat_stream": lambda w: _form("/chat/stream", {}, {}),
+    "playground_page": _get("/playground"),
+    "live_playground": _get("/playground/live"),
+    "switch_playground": lambda w: _form("/playground/switch", {"open": "yes"}, {}),
+    "start_trial_form": lambda w: (
+        w.end_trials()
+        or _form("/playground/trials", {"blueprint": "grpo-arithmetic", "model": "tiny"}, {})
+    ),
+    "trial_page": lambda w: Call(f"/playground/trials/{w.new_trial()}"),
+    "live_trial": lambda w: Call(f"/playground/trials/{w.new_trial()}/live"),
+    "end_trial_form": lambda w: _form(f"/playground/trials/{w.new_trial()}/end", {}, {}),
     "healthz": _get(f"{API}/healthz"),
     "readyz": _get(f"{API}/readyz"),
     "metrics": _get("/metrics"),
