@@ -13,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import yaml
 from nbclient import NotebookClient
 
 from tandem.blueprints.catalog import find_blueprints
@@ -103,3 +104,35 @@ def test_a_blueprint_with_a_broken_reward_violates_its_bounds(
     result = run(stack, "broken", "--folder", str(tmp_path))
     assert result["error"] == ""
     assert result["violations"], result
+
+
+def test_the_steps_of_the_workflow_train_without_torch(stack: TestStack, tmp_path: Path) -> None:
+    """They run in a fresh clone and environment, as on a hosted runner, with a key of CI."""
+    endpoint = stack.stack.endpoint
+    create = (Path(sys.executable).with_name("tandem"), "keys", "create", "--owner", "ci")
+    made = subprocess.run(
+        [*create, "--role", "ci", "--json"],
+        env={**os.environ, "TINKER_BASE_URL": endpoint.url, "TINKER_API_KEY": endpoint.api_key},
+        capture_output=True,
+        timeout=60,
+        check=True,
+    )
+    clone, python = tmp_path / "clone", tmp_path / "python"
+    subprocess.run(["git", "clone", "--quiet", str(BLUEPRINTS.parent), str(clone)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", str(python)], check=True)
+    workflow = yaml.safe_load((clone / ".github" / "workflows" / "gpu.yml").read_text())
+    steps = {each.get("name"): each.get("run") for each in workflow["jobs"]["train"]["steps"]}
+    environment = {
+        **os.environ,
+        "PATH": f"{python / 'bin'}:{os.environ['PATH']}",
+        "TINKER_BASE_URL": endpoint.url,
+        "TINKER_API_KEY": json.loads(made.stdout)["key"],
+        "BLUEPRINT": "sft-chat",
+        "MODEL": "my/chat",
+    }
+    for name in ("Install Tandem and the SDK", "Train the blueprint"):
+        command = ["bash", "-e", "-c", steps[name]]
+        subprocess.run(command, cwd=clone, env=environment, check=True, timeout=900)
+    assert json.loads((clone / "result.json").read_text())["sound"]
+    assert (clone / "report.xml").is_file()
+    assert subprocess.run([python / "bin" / "python", "-c", "import torch"], check=False).returncode
