@@ -175,6 +175,7 @@ match call:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_the_demo_of_a_cluster_reaches_its_last_step(tmp_path, monkeypatch):
     """`kubectl` is replaced: its commands act on a stack of this machine."""
     with running(tmp_path / "data", models={}) as stack:
@@ -193,7 +194,7 @@ def test_the_demo_of_a_cluster_reaches_its_last_step(tmp_path, monkeypatch):
             cwd=ROOT,
             capture_output=True,
             text=True,
-            timeout=550,
+            timeout=1100,
             check=False,
         )
     assert done.returncode == 0, done.stdout + done.stderr

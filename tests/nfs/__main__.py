@@ -204,9 +204,8 @@ def train(
     published: dict[str, object] = {}
     collection: Future | None = None
     for step in range(rounds + 1):
-        if time.monotonic() > until:
-            break
-        coming = new_version_name(run_id=run_id, number=step) if step < rounds else ""
+        ends = step == rounds or time.monotonic() > until
+        coming = "" if ends else new_version_name(run_id=run_id, number=step)
         if coming and step % 2:
             counts.early_looks += 1
             counts.too_early += not ask(sampler, "peek", name=coming)
@@ -230,6 +229,8 @@ def train(
             ask(trainer, "publish", name=dying, die=True)
             counts.killed_trainers += 1
         name = coming
+        if ends:
+            break
     if collection is not None:
         answer(collection)
     for each in kept:

@@ -123,9 +123,12 @@ async def serve(name: str, calls: Path, folder: Path, trace: Path) -> None:
     """Answer calls until `end`. Several calls may run at once."""
     loop, incoming = asyncio.get_running_loop(), asyncio.Queue()
     with calls.open("r+b", buffering=0) as wire, trace.open("w", buffering=1 << 16) as lines:
+        lock = threading.Lock()  # a text file writes garbage if threads write at once
 
         def note(operation: Operation) -> None:
-            lines.write(f"{json.dumps(astuple(operation), separators=(',', ':'))}\n")
+            line = f"{json.dumps(astuple(operation), separators=(',', ':'))}\n"
+            with lock:
+                lines.write(line)
 
         def read() -> None:
             rest = b""
