@@ -14,6 +14,12 @@ NUMBERS = ("1", "2", "3", "4")
 MAX_ANSWER_TOKENS = 32
 
 
+def sides(number: str) -> str:
+    """Return the result of a look: the number on each side of the box. A tiny model learns soon to
+    repeat a number that it reads six times."""
+    return " ".join([number] * 6)
+
+
 def reward(example: Example, answer: str, *, looked: bool) -> float:
     """Half for a look into the box, and half for the right number."""
     return 0.5 * looked + 0.5 * (answer.strip() == example.data["number"])
@@ -29,7 +35,7 @@ class Box(ToolEnvironment):
 
     def look(self) -> str:
         """Look into the box."""
-        return str(self.example.data["number"])
+        return sides(str(self.example.data["number"]))
 
     async def score(self, example: Example, answer: str) -> float:
         return self._reward_of(example, answer, looked="look" in self.calls)
@@ -39,20 +45,20 @@ def boxes(count: int, rng: random.Random) -> list[Example]:
     return [Example([QUESTION], {"number": rng.choice(NUMBERS)}) for _ in range(count)]
 
 
-def dialogues(count: int, rng: random.Random) -> list[Example]:
+def dialogues(count: int, rng: random.Random, *, guesses: float = 0.5) -> list[Example]:
     """Return dialogues for the warm-up. Half of them guess, so that the reward decides."""
-    return [_dialogue(rng) for _ in range(count)]
+    return [_dialogue(rng, guesses) for _ in range(count)]
 
 
-def _dialogue(rng: random.Random) -> Example:
+def _dialogue(rng: random.Random, guesses: float) -> Example:
     number = rng.choice(NUMBERS)
-    if rng.random() < 0.5:
+    if rng.random() < guesses:
         return Example([QUESTION, {"role": "assistant", "content": number}])
     return Example(
         [
             QUESTION,
             {"role": "assistant", "content": CALL},
-            {"role": "tool", "name": "look", "content": number},
+            {"role": "tool", "name": "look", "content": sides(number)},
             {"role": "assistant", "content": number},
         ]
     )

@@ -24,7 +24,7 @@ from tests.support.stacks import TestStack, running
 from tests.support.waiting import wait_until
 
 KILLS = 10
-VALUES = {"warm_up_steps": 40, "teacher_epochs": 4, "steps": 3}
+VALUES = {"warm_up_steps": 20, "teacher_epochs": 2, "steps": 2}
 """Of a run that takes seconds."""
 SHORTEST_TTL = 3600
 """Seconds for which a saved state stays at least, because the SDK allows no shorter time."""
