@@ -1,5 +1,5 @@
 ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_lists openai_models operations owners \
-	record restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
+	record report restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
 .PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean

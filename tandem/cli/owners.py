@@ -21,7 +21,7 @@ _BUDGETS = ("device_hours", "tokens")
 
 @app.command("list")
 def list_owners(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """List owners with their limits and budgets, as USED/LIMIT. Others than admins see themselves.
+    """List owners with their limits and budgets, as USED/LIMIT. Members see themselves.
 
     A star marks a limit that is not the settings'.
 

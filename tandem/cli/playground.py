@@ -41,7 +41,7 @@ _COLUMNS = (
 
 @app.command("show")
 def show(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Show the playground and the newest trials: yours, or everybody's for an admin.
+    """Show the playground and the newest trials: yours, or everybody's for a maintainer.
 
     Example: tandem playground show --json"""
     about, trials = _playground(data_dir), call(data_dir, "GET", "playground/trials")["trials"]

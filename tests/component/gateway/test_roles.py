@@ -110,6 +110,9 @@ def test_a_maintainer_sees_and_stops_the_runs_of_others_and_changes_none(gate, m
         assert session in [each["id"] for each in status["sessions"]]
         assert (status["gateway"]["data_dir"], status["gateway"]["pid"]) == ("", 0)
         assert maintainer.patch(f"{OWN}/runs/{run}", json={"name": "mine"}).status_code == 404
+        seen_at = gate.run(lambda: gate.gateway.sessions.get(session).seen_at)
+        assert maintainer.get(f"{OWN}/logs?request={run}:0").status_code == 200
+        assert gate.run(lambda: gate.gateway.sessions.get(session).seen_at) == seen_at
         assert maintainer.delete(f"{OWN}/keys/k-0").status_code == 403
         assert maintainer.patch(f"{OWN}/owners/ann", json={"runs": 1}).status_code == 403
         stopped = maintainer.post(f"{OWN}/runs/{run}/stop", json={"discard": True})
