@@ -200,7 +200,7 @@ class Playground:
                 return None
             now, seconds = self.clock(), 60 * self.settings.minutes
             key, secret = await self.keys.create(
-                NewKey(owner=trial.owner, role="member", name=trial.id, expires_in=seconds)
+                NewKey(owner=trial.owner, role="ci", name=trial.id, expires_in=seconds)
             )
             self._heard[trial.id] = now
             if self._live.get(trial.id) is not trial:  # ended meanwhile

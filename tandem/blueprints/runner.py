@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,7 @@ class BlueprintRunner:
                     "TINKER_API_KEY": key,
                     "TINKER_PROJECT_ID": trial["id"],
                 },
+                timeout=_seconds_of(trial),
                 goes_on=partial(self._goes_on, trial["id"], attempt, stop),
             )
             end = _end_of(result)
@@ -114,6 +116,12 @@ class BlueprintRunner:
             answer = client.post(f"{_ROUTES}{path}", json=body).raise_for_status()
             found: dict[str, Any] = answer.json()
             return found
+
+
+def _seconds_of(trial: Mapping[str, Any]) -> float:
+    """Return the whole time of a trial."""
+    begin, end = (datetime.fromisoformat(trial[name]) for name in ("started_at", "ends_at"))
+    return (end - begin).total_seconds()
 
 
 def _end_of(result: BlueprintResult) -> dict[str, Any]:

@@ -13,7 +13,7 @@ class PlaygroundSettings(BaseSettings):
 
     runs: int = Field(0, ge=0, le=1000, description="Trials that train at once (0: no playground).")
     minutes: float = Field(
-        60.0, gt=0, le=100_000, description="A trial ends after this time, with its weights."
+        60.0, gt=0, le=1440, description="A trial ends after this time, with its weights."
     )
     tokens: int = Field(
         10_000_000, gt=0, le=2**53, description="A trial ends after this number of tokens."

@@ -18,6 +18,7 @@ from tests.support.waiting import wait_until
 
 OWN = "/api/tandem/v1/playground"
 ASKED = {"blueprint": "grpo-arithmetic", "model": "tiny"}
+METADATA = {"tandem.blueprint": "grpo-arithmetic", "tandem.deadline": "600"}
 
 
 @pytest.fixture
@@ -67,14 +68,15 @@ def trial(gate, trial_id: str) -> dict:
 def program(gate, claim: dict) -> tinker.ServiceClient:
     """Return the client of a claim's program."""
     return tinker.ServiceClient(
-        base_url=gate.url, api_key=claim["key"], project_id=claim["trial"]["id"]
+        METADATA, claim["trial"]["id"], base_url=gate.url, api_key=claim["key"]
     )
 
 
 def session_of(gate, claim: dict) -> str:
     """Return a session that the program of a claim begins."""
+    about = {"project_id": claim["trial"]["id"], "user_metadata": METADATA}
     with gate.http(claim["key"]) as client:
-        body = {"tags": [], "sdk_version": "test", "project_id": claim["trial"]["id"]}
+        body = {"tags": [], "sdk_version": "test", **about}
         return client.post("/api/v1/create_session", json=body).json()["session_id"]
 
 

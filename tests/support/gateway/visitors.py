@@ -35,8 +35,9 @@ class ClaimedByTest:
     key: str
 
     def program(self) -> tinker.ServiceClient:
+        metadata = {"tandem.blueprint": self.trial["blueprint"], "tandem.deadline": "600"}
         return tinker.ServiceClient(
-            base_url=self.gate.url, api_key=self.key, project_id=self.trial["id"]
+            metadata, self.trial["id"], base_url=self.gate.url, api_key=self.key
         )
 
     def end(self, **result: object) -> None:
