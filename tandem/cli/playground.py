@@ -63,13 +63,17 @@ def show(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
 
 @app.command("open")
 def open_playground(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Let visitors start trials."""
+    """Let visitors start trials.
+
+    Example: tandem playground open"""
     _switch(data_dir, as_json, open=True)
 
 
 @app.command("close")
 def close_playground(data_dir: DataDir = None, as_json: JsonFlag = False) -> None:
-    """Start no further trial. Running trials go on."""
+    """Start no further trial. Running trials go on.
+
+    Example: tandem playground close"""
     _switch(data_dir, as_json, open=False)
 
 
@@ -100,7 +104,9 @@ def end(
     data_dir: DataDir = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """End a trial, with its runs and their checkpoints."""
+    """End a trial, with its runs and their checkpoints.
+
+    Example: tandem playground end trial-5a1c0e7b9d3f"""
     trial = call(data_dir, "POST", f"playground/trials/{quote(trial_id, safe='')}/end")
     end_if_json(as_json, trial)
     say(f"{trial['id']} is {trial['state']}: {trial['reason']}")
