@@ -87,7 +87,7 @@ def test_a_program_that_fails_is_an_error_of_the_report(tandem, tmp_path, progra
 
 def test_a_run_is_refused_before_it_starts(tandem, tmp_path):
     command = written(tmp_path, models="Qwen/*")
-    with pytest.raises(InvalidField, match="value is -1; allowed: at least 0"):
+    with pytest.raises(InvalidField, match=r"value is -1\.0; allowed: at least 0"):
         tandem(*command, "--set", "value=-1")
     with pytest.raises(InvalidField, match="unknown model 'huge'"):
         tandem(*command, "--model", "huge")
