@@ -10,7 +10,9 @@ function morph(old, fresh) {
     old.replaceWith(fresh);
     return;
   }
+  const opened = old.nodeName === "DETAILS" && old.open; // by the reader
   for (const { name } of [...old.attributes]) if (!fresh.hasAttribute(name)) old.removeAttribute(name);
+  if (opened) old.open = true;
   for (const { name, value } of fresh.attributes) if (old.getAttribute(name) !== value) old.setAttribute(name, value);
   kept.forEach((child, index) => morph(child, made[index]));
 }
