@@ -115,7 +115,8 @@ async def test_a_database_of_an_unknown_schema_is_refused_and_not_changed(tmp_pa
     await other.close()
 
 
-JOB_TABLES = {"jobs"}
+PLAYGROUND_TABLES = {"trials", "playground_closed"}
+JOB_TABLES = PLAYGROUND_TABLES | {"jobs"}
 RANGE_COLUMNS = {"sessions": {"engine_ranges"}}
 LOOP_COLUMNS = {"sampling_sessions": {"min_version", "max_staleness", "updates"}}
 RECORD_TABLES = {"run_records", "rollout_batches", "worker_use", "page_sessions", "owner_limits"}
@@ -131,6 +132,10 @@ def tables_without(tables, columns):
             for name in columns.get(table.name, ()):
                 copy._columns.remove(copy.c[name])
     return old
+
+
+def tables_before_the_playground():
+    return tables_without(PLAYGROUND_TABLES, {})
 
 
 def tables_before_jobs():
@@ -213,6 +218,13 @@ async def test_a_database_before_jobs_keeps_its_sessions_and_gets_their_table(tm
     row = {"id": "s-1", "state": "active", "owner": "ann", "created_at": 1.0}
     old = tables_before_jobs()
     found = await migrated(tmp_path, sessions, row, old=old, revision="0004_engine_ranges")
+    assert (found["id"], found["owner"]) == ("s-1", "ann")
+
+
+async def test_a_database_before_the_playground_keeps_its_sessions_and_gets_its_tables(tmp_path):
+    row = {"id": "s-1", "state": "active", "owner": "ann", "created_at": 1.0}
+    old = tables_before_the_playground()
+    found = await migrated(tmp_path, sessions, row, old=old, revision="0005_jobs")
     assert (found["id"], found["owner"]) == ("s-1", "ann")
 
 

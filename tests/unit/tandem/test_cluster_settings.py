@@ -41,7 +41,7 @@ def test_a_pool_without_a_device_class_makes_no_claims(monkeypatch):
         ({"device_class": "", "alternatives": []}, "at least 1 item"),
         ({"device_class": "", "alternatives": [{"device_class": "a"}] * 9}, "at most 8 items"),
         ({"device_class": "", "alternatives": [{"device_class": ""}]}, "DEVICE_CLASS is ''"),
-        ({"sharing": {"driver": "a", "parameters": {"x": "y" * 10_240}}}, "Kubernetes takes 10240"),
+        ({"sharing": "half"}, "'exclusive', 'time_slice' or 'mps'"),
         ({"workers": 257}, "less than or equal to 256"),
         ({"gpus": 1}, "TANDEM_CLAIM_POOLS_0_GPUS is '1': Extra inputs are not permitted"),
     ],
