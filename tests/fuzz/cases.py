@@ -42,7 +42,7 @@ _QUERY_VALUES = (
     "0001-01-01T00:00:00+14:00", f"tinker://{RUN}/weights/kept", "tinker://../../x", "\x00",
     "\udc80", "x" * 3000, "é\u202e",
 )  # fmt: skip
-_ENDLESS = frozenset({"live_run", "live_runs"})
+_ENDLESS = frozenset({"live_run", "live_runs", "live_playground", "live_trial"})
 _HARMFUL = frozenset({"finish_session", "stop_run", "stop_run_form"})
 """Routes that would end the objects of other requests."""
 

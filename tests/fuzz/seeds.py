@@ -173,6 +173,12 @@ def json_seeds() -> Sequence[tuple[str, object]]:
         ("sign_in", {"form_token": "", "key": "tml-fuzz"}),
         ("sign_out", {"form_token": ""}),
         ("stop_run_form", {"form_token": ""}),
+        ("switch_playground", {"form_token": "", "open": "yes"}),
+        (
+            "start_trial_form",
+            {"blueprint": "grpo-arithmetic", "model": "tiny", "value:steps": "3", "seed": "1"},
+        ),
+        ("end_trial_form", {"form_token": ""}),
         ("chat", {"model": "tiny", "message": "hello"}),
         ("chat_stream", {"model": "tiny", "message": "hello"}),
         ("optim_step", {**_PLACE, "optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import Query, Response
-from pydantic import BaseModel, Field, FiniteFloat, StrictBool
+from pydantic import BaseModel, Field, FiniteFloat, Strict, StrictBool
 
 from gateway.api.dependencies import Access, AccessDep
 from gateway.api.fields import Answer, Limit, Offset, PathText, Time, WholeNumber
@@ -102,7 +102,7 @@ class AttemptEnd(AttemptFacts):
     """`error` is the reason of a program without numbers."""
 
     error: Annotated[str, Field(max_length=2000)] = ""
-    numbers: Annotated[dict[str, FiniteFloat], Field(max_length=1000)] = {}
+    numbers: Annotated[dict[str, Annotated[FiniteFloat, Strict()]], Field(max_length=1000)] = {}
     violations: Annotated[dict[str, str], Field(max_length=1000)] = {}
     weights: Annotated[str, Field(max_length=400)] = ""
 
