@@ -14,10 +14,12 @@ Sessions and checkpoints of an `ending` one are removed."""
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """A row of `trials`. Times are in seconds since 1970. `attempt` counts the claims of runners.
-    `reason` says why it ended or waits again, and `weights` is the path of the tuned weights."""
+    `key_id` is the visitor's key. `reason` says why it ended or waits again, and `weights` is the
+    path of the tuned weights."""
 
     id: str
     owner: str
+    key_id: str
     blueprint: str
     model: str
     values: Mapping[str, bool | int | float | str]
@@ -29,7 +31,6 @@ class Trial:
     ends_at: float | None = None
     ended_at: float | None = None
     attempt: int = 0
-    key_id: str = ""
     numbers: Mapping[str, float] = field(default_factory=dict)
     violations: Mapping[str, str] = field(default_factory=dict)
     weights: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from sqlalchemy import delete, func, insert, or_, select, update
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
+from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import KeyStore, NewKey
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
@@ -109,9 +111,10 @@ class Playground:
     # --- Requests of visitors -----------------------------------------------------------------
 
     async def start_trial(
-        self, owner: str, *, blueprint: str, model: str, values: Mapping[str, object], seed: int
+        self, caller: Caller, *, blueprint: str, model: str, values: Mapping[str, object], seed: int
     ) -> Trial:
-        """Put a trial into the queue, and return it when it is durable.
+        """Put a trial into the queue, and return it when it is durable. It ends with the caller's
+        key.
 
         Raises `PermissionDenied` while the playground is closed, `Overloaded` with the place in the
         queue for an owner with a trial, and for a full queue. Raises `InvalidField`,
@@ -124,11 +127,12 @@ class Playground:
         if not found.fits(name):
             known = ", ".join(found.models)
             raise InvalidField(f"{blueprint} is for {known}; {name} does not fit", field="model")
-        self.limits.check_budget(owner)
-        self._check_room(owner)
+        self.limits.check_budget(caller.owner)
+        self._check_room(caller.owner)
         trial = Trial(
             id=f"trial-{secrets.token_hex(6)}",
-            owner=owner,
+            owner=caller.owner,
+            key_id=caller.key_id,
             blueprint=blueprint,
             model=name,
             values=checked,
@@ -213,7 +217,6 @@ class Playground:
                 started_at=now,
                 ends_at=now + seconds,
                 attempt=trial.attempt + 1,
-                key_id=key.id,
             )
             return ClaimedTrial(claimed, secret)
 
@@ -257,33 +260,45 @@ class Playground:
         """End trials whose time or tokens are used up, queue those of lost runners again, and
         remove the things of ending ones."""
         async with self._looking:
-            now = self.clock()
             used = await self.used_tokens()
-            for trial in self.all():
+            for trial_id in list(self._live):
+                trial = self._live[trial_id]  # only this loop removes one
                 if trial.state == "ending":
                     await self._remove_things(trial)
-                elif (
-                    trial.ends_at is not None and trial.state != "waiting" and now >= trial.ends_at
-                ):
-                    over = f"its time is over: {self.settings.minutes:g} minutes"
-                    await self.end_trial(trial, over)
-                elif used.get(trial.id, 0) >= self.settings.tokens:
-                    spent = (
-                        f"its budget is used up: {used[trial.id]} of {self.settings.tokens} tokens"
-                    )
-                    await self.end_trial(trial, spent)
-                elif trial.state == "running" and now - self._heard[trial.id] > _SILENCE:
+                elif reason := self._why_over(trial, used.get(trial_id, 0)):
+                    await self.end_trial(trial, reason)
+                elif trial.state == "running" and self._silence(trial) > _SILENCE:
                     await self._lose_runner(trial)
+
+    def _why_over(self, trial: Trial, tokens: int) -> str:
+        key = self.keys.get(trial.key_id)
+        if key is None or self.keys.ended(key) is not None:
+            revoked = key is not None and self.keys.ended(key) == "revoked"
+            return f"the key of the visitor {'was revoked' if revoked else 'has ended'}"
+        if trial.state == "waiting":
+            return ""
+        if trial.ends_at is not None and self.clock() >= trial.ends_at:
+            return f"its time is over: {self.settings.minutes:g} minutes"
+        if tokens >= self.settings.tokens:
+            return f"its budget is used up: {tokens} of {self.settings.tokens} tokens"
+        return ""
+
+    def _silence(self, trial: Trial) -> float:
+        """Return the seconds since a running trial's runner was heard."""
+        return self.clock() - self._heard[trial.id]
 
     async def _lose_runner(self, trial: Trial) -> None:
         lost = f"its runner was silent for {_SILENCE:g} s"
         if trial.attempt >= _MOST_ATTEMPTS:
             await self.end_trial(trial, f"{lost}, {_MOST_ATTEMPTS} times")
             return
-        self._log.warning("trial_waits_again", trial=trial.id, reason=lost)
-        await self._change(trial, state="waiting", reason=lost)
         await self._remove_key(trial)
+        if self._live[trial.id] is not trial:  # ended meanwhile
+            return
+        self._log.warning("trial_waits_again", trial=trial.id, reason=lost)
+        # Before a runner may claim it again, whose sessions stay.
         self._end_sessions(trial)
+        await self._change(trial, state="waiting", reason=lost)
 
     def _end_sessions(self, trial: Trial) -> bool:
         """Begin the ends of a trial's sessions. Return whether none is left."""
@@ -315,33 +330,37 @@ class Playground:
         self._heard.pop(trial.id, None)
 
     async def _remove_key(self, trial: Trial) -> None:
-        if trial.key_id:
-            await self.keys.remove(trial.key_id)
+        """Remove the keys of the trial's programs, which have its id as their name."""
+        for key in self.keys.all():
+            if key.name == trial.id:
+                await self.keys.remove(key.id)
 
     async def used_tokens(self) -> dict[str, int]:
         """Return the tokens of each trial: of its sessions, and of chats with its weights."""
-        found = [each.id for each in self.all() if each.state in ("running", "open")]
+        found = {each.id: each.owner for each in self.all() if each.state in ("running", "open")}
         if not found:
             return {}
         tokens = usage.c.input_tokens - usage.c.cached_tokens + usage.c.output_tokens
-        of_session = select(sessions.c.project_id).where(sessions.c.id == usage.c.session_id)
-        of_run = select(runs.c.project_id).where(runs.c.id == usage.c.run_id)
-        trial = func.coalesce(of_run.scalar_subquery(), of_session.scalar_subquery())
-        mine = or_(
-            usage.c.session_id.in_(select(sessions.c.id).where(sessions.c.project_id.in_(found))),
-            usage.c.run_id.in_(select(runs.c.id).where(runs.c.project_id.in_(found))),
-        )
+        session, run = sessions.alias(), runs.alias()
         rows = await self.database.read(
-            select(trial.label("trial"), usage.c.owner, func.sum(tokens).label("tokens"))
-            .where(mine)
-            .group_by("trial", usage.c.owner)
+            select(
+                usage.c.owner,
+                session.c.project_id.label("of_session"),
+                run.c.project_id.label("of_run"),
+                func.sum(tokens).label("tokens"),
+            )
+            .select_from(usage)
+            .outerjoin(session, session.c.id == usage.c.session_id)
+            .outerjoin(run, run.c.id == usage.c.run_id)
+            .where(or_(session.c.project_id.in_(found), run.c.project_id.in_(found)))
+            .group_by(usage.c.owner, "of_session", "of_run")
         )
-        # Anybody can name a project.
-        return {
-            each.id: int(row["tokens"])
-            for row in rows
-            if (each := self._live[row["trial"]]).owner == row["owner"]
-        }
+        used: Counter[str] = Counter()
+        for row in rows:
+            for trial_id in {row["of_session"], row["of_run"]}:
+                if found.get(trial_id) == row["owner"]:  # anybody can name a project
+                    used[trial_id] += int(row["tokens"])
+        return used
 
     async def _change(self, trial: Trial, **values: object) -> Trial:
         """Change a trial in the table and in memory. Raises `StorageFailed` or `StorageFull`."""

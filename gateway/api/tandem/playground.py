@@ -154,7 +154,7 @@ async def change_playground(body: PlaygroundChange, access: AccessDep) -> Playgr
 async def start_trial(body: StartTrial, access: AccessDep) -> TrialInfo:
     """Put a trial of a blueprint into the queue."""
     trial = await access.gateway.playground.start_trial(
-        access.caller.owner,
+        access.caller,
         blueprint=body.blueprint,
         model=body.model,
         values=body.values,

@@ -7,18 +7,26 @@ from functools import partial
 
 import pytest
 import tinker
+from sqlalchemy import insert
 
+from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import NewKey
 from gateway.playground.trials import MOST_WAITING, Playground
+from gateway.storage.tables import usage
 from tandem.settings.playground import PlaygroundSettings
 from tests.support.audit_log import audit_log
-from tests.support.gateway.running import KEY
+from tests.support.gateway.visitors import (
+    ASKED,
+    PLAYGROUND,
+    ClaimedByTest,
+    PlaygroundClock,
+    ask,
+    claimed,
+    key_of,
+    started,
+)
 from tests.support.sdk import supervised
 from tests.support.waiting import wait_until
-
-OWN = "/api/tandem/v1/playground"
-ASKED = {"blueprint": "grpo-arithmetic", "model": "tiny"}
-METADATA = {"tandem.blueprint": "grpo-arithmetic", "tandem.deadline": "600"}
 
 
 @pytest.fixture
@@ -26,56 +34,20 @@ def start(start):
     return partial(start, playground=PlaygroundSettings(runs=1, tokens=100))
 
 
-class Clock:
-    """A playground's time, which only this test moves."""
-
-    def __init__(self, gate) -> None:
-        self.gate, self.now = gate, 1_000_000.0
-        gate.gateway.playground.clock = lambda: self.now
-
-    def passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.gate.run(self.gate.gateway.playground.look_at_trials())
-
-
-def key_of(gate, owner: str, role: str = "member") -> str:
-    return gate.run(gate.gateway.keys.create(NewKey(owner=owner, role=role)))[1]
-
-
-def ask(gate, method: str, path: str, key: str = KEY, **body):
-    with gate.http(key) as client:
-        return client.request(method, f"{OWN}{path}", json=body or None)
-
-
-def started(gate, owner: str) -> tuple[str, str]:
-    """Return the key of a new visitor, and the id of its trial."""
-    key = key_of(gate, owner)
-    answer = ask(gate, "POST", "/trials", key, **ASKED)
-    assert answer.status_code == 200, answer.text
-    return key, answer.json()["id"]
-
-
-def claimed(gate) -> dict:
-    answer = ask(gate, "POST", "/claims")
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
 def trial(gate, trial_id: str) -> dict:
     return ask(gate, "GET", f"/trials/{trial_id}").json()
 
 
-def program(gate, claim: dict) -> tinker.ServiceClient:
-    """Return the client of a claim's program."""
-    return tinker.ServiceClient(
-        METADATA, claim["trial"]["id"], base_url=gate.url, api_key=claim["key"]
-    )
+async def caller_of(gate, owner: str) -> Caller:
+    """Return a new visitor."""
+    key, _ = await gate.gateway.keys.create(NewKey(owner=owner, role="member"))
+    return Caller(owner=owner, key_id=key.id, role="member")
 
 
-def session_of(gate, claim: dict) -> str:
+def session_of(claim: ClaimedByTest) -> str:
     """Return a session that the program of a claim begins."""
-    about = {"project_id": claim["trial"]["id"], "user_metadata": METADATA}
-    with gate.http(claim["key"]) as client:
+    about = {"project_id": claim.trial["id"], "user_metadata": claim.metadata}
+    with claim.gate.http(claim.key) as client:
         body = {"tags": [], "sdk_version": "test", **about}
         return client.post("/api/v1/create_session", json=body).json()["session_id"]
 
@@ -96,37 +68,37 @@ def test_one_trial_trains_at_once_and_the_next_one_follows_it(start):
         _, first = started(gate, "ann")
         _, second = started(gate, "ben")
         claim = claimed(gate)
-        assert claim["trial"]["id"] == first
-        assert claimed(gate) == {"trial": None, "key": None}
+        assert claim.trial["id"] == first
+        assert claimed(gate).trial is None
         end = {"attempt": 1, "numbers": {"loss": 0.1}, "weights": "tinker://a:train:0/x/final"}
         ask(gate, "POST", f"/claims/{first}/end", **end)
         found = trial(gate, first)
         assert (found["state"], found["numbers"]) == ("open", {"loss": 0.1})
-        assert claimed(gate)["trial"]["id"] == second
+        assert claimed(gate).trial["id"] == second
 
 
 def test_the_key_of_a_claim_is_the_visitors_and_ends_with_the_attempt(start):
     with start() as gate:
         started(gate, "ann")
         claim = claimed(gate)
-        with gate.http(claim["key"]) as client:
-            known = client.get(f"{OWN}/trials")
+        with gate.http(claim.key) as client:
+            known = client.get(f"{PLAYGROUND}/trials")
             assert [each["owner"] for each in known.json()["trials"]] == ["ann"]
             assert client.get("/api/tandem/v1/keys").status_code == 403
-            ask(gate, "POST", f"/claims/{claim['trial']['id']}/end", attempt=1, error="it failed")
-            assert client.get(f"{OWN}/trials").status_code == 401
-        found = trial(gate, claim["trial"]["id"])
+            ask(gate, "POST", f"/claims/{claim.trial['id']}/end", attempt=1, error="it failed")
+            assert client.get(f"{PLAYGROUND}/trials").status_code == 401
+        found = trial(gate, claim.trial["id"])
         assert found["reason"] == "it failed"
 
 
 def test_nothing_of_a_trial_is_left_when_its_time_is_over(start):
     """Its session, run, checkpoint and key. Another owner's session of its project stays."""
     with start() as gate:
-        clock = Clock(gate)
+        clock = PlaygroundClock(gate)
         key, mine = started(gate, "ann")
         claim = claimed(gate)
         # The client cannot end its session any more.
-        with pytest.raises(tinker.AuthenticationError), program(gate, claim) as service:
+        with pytest.raises(tinker.AuthenticationError), claim.program() as service:
             training = service.create_lora_training_client("tiny:full").result()
             training.save_weights_for_sampler("final").result()
             stranger = gate.session_id()
@@ -156,11 +128,11 @@ def test_nothing_of_a_trial_is_left_when_its_time_is_over(start):
 
 def test_the_trial_of_a_lost_runner_has_its_old_place_once(start):
     with start() as gate:
-        clock = Clock(gate)
+        clock = PlaygroundClock(gate)
         _, mine = started(gate, "ann")
         clock.passes(1)
         started(gate, "ben")
-        session = session_of(gate, claimed(gate))
+        session = session_of(claimed(gate))
         clock.passes(31)
         found = trial(gate, mine)
         assert (found["state"], found["queue_position"]) == ("waiting", 1)
@@ -170,7 +142,7 @@ def test_the_trial_of_a_lost_runner_has_its_old_place_once(start):
         late = {"attempt": 1, "numbers": {"loss": 1.0}}
         ask(gate, "POST", f"/claims/{mine}/end", **late)
         assert trial(gate, mine)["state"] == "waiting"
-        assert claimed(gate)["trial"]["attempt"] == 2
+        assert claimed(gate).trial["attempt"] == 2
         clock.passes(31)
         found = trial(gate, mine)
         assert found["state"] in ("ending", "ended")
@@ -179,11 +151,11 @@ def test_the_trial_of_a_lost_runner_has_its_old_place_once(start):
 
 def test_a_trial_ends_with_its_budget_of_tokens(start):
     with start() as gate:
-        clock = Clock(gate)
+        clock = PlaygroundClock(gate)
         _, mine = started(gate, "ann")
         claim = claimed(gate)
         # The client cannot end its session any more.
-        with pytest.raises(tinker.AuthenticationError), program(gate, claim) as service:
+        with pytest.raises(tinker.AuthenticationError), claim.program() as service:
             training = service.create_lora_training_client("tiny:full").result()
             for _ in range(2):
                 train(training)
@@ -210,17 +182,17 @@ def test_the_switch_stops_new_trials_and_claims_and_survives_a_restart(start):
     with start() as gate:
         _, mine = started(gate, "ann")
         assert ask(gate, "PUT", "", open=False).json()["open"] is False
-        assert claimed(gate)["trial"] is None
+        assert claimed(gate).trial is None
         refused = ask(gate, "POST", "/trials", key_of(gate, "ben"), **ASKED)
         assert (refused.status_code, refused.json()["error"]) == (
             403,
             "the playground is closed for now; come back later",
         )
     with start() as gate:
-        assert claimed(gate)["trial"] is None
+        assert claimed(gate).trial is None
         assert trial(gate, mine)["queue_position"] == 1
         ask(gate, "PUT", "", open=True)
-        assert claimed(gate)["trial"]["id"] == mine
+        assert claimed(gate).trial["id"] == mine
 
 
 def test_each_start_is_in_the_audit_log(start):
@@ -234,11 +206,11 @@ def test_each_start_is_in_the_audit_log(start):
 def test_a_restarted_gateway_gives_a_runner_its_whole_time_again(start):
     with start() as gate:
         _, mine = started(gate, "ann")
-        key = claimed(gate)["key"]
+        key = claimed(gate).key
     with start() as gate:
         assert ask(gate, "POST", f"/claims/{mine}", attempt=1).json() == {"goes_on": True}
         with gate.http(key) as client:
-            assert client.get(f"{OWN}/trials").status_code == 200
+            assert client.get(f"{PLAYGROUND}/trials").status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -271,7 +243,7 @@ def test_twenty_visitors_start_in_the_order_of_their_arrival(start, seed):
     """Within one place, on a virtual clock, with runners that die."""
     rng = random.Random(seed)
     with start(playground=PlaygroundSettings(runs=3, minutes=10)) as gate:
-        clock, playground = Clock(gate), gate.gateway.playground
+        clock, playground = PlaygroundClock(gate), gate.gateway.playground
         arrivals = sorted(rng.uniform(0, 300) for _ in range(20))
         begin, arrived, began = clock.now, list[str](), list[str]()
         ends: dict[str, tuple[int, float]] = {}
@@ -280,9 +252,8 @@ def test_twenty_visitors_start_in_the_order_of_their_arrival(start, seed):
             for second in range(20 * 600):
                 clock.now = begin + second
                 while len(arrived) < 20 and arrivals[len(arrived)] <= second:
-                    trial = await playground.start_trial(
-                        f"visitor-{len(arrived)}", **ASKED, values={}, seed=0
-                    )
+                    visitor = await caller_of(gate, f"visitor-{len(arrived)}")
+                    trial = await playground.start_trial(visitor, **ASKED, values={}, seed=0)
                     arrived.append(trial.id)
                 while (claim := await playground.claim_trial()) is not None:
                     if claim.trial.id not in began:
@@ -312,8 +283,59 @@ def test_a_full_queue_refuses_a_further_visitor(start):
 
         async def fill() -> None:
             for number in range(MOST_WAITING):
-                await playground.start_trial(f"visitor-{number}", **ASKED, values={}, seed=0)
+                visitor = await caller_of(gate, f"visitor-{number}")
+                await playground.start_trial(visitor, **ASKED, values={}, seed=0)
 
         gate.run(fill())
         answer = ask(gate, "POST", "/trials", **ASKED)
         assert (answer.status_code, answer.json()["queue_position"]) == (429, MOST_WAITING + 1)
+
+
+def test_a_trial_ends_with_its_visitors_access(start):
+    with start() as gate:
+        clock = PlaygroundClock(gate)
+        _, mine = started(gate, "ann")
+        claim = claimed(gate)
+        [key] = [each for each in gate.gateway.keys.all() if each.owner == "ann" and not each.name]
+        gate.run(gate.gateway.keys.revoke(key.id))
+        clock.passes(1)
+        found = trial(gate, mine)
+        assert found["state"] in ("ending", "ended")
+        assert found["reason"] == "the key of the visitor was revoked"
+        with gate.http(claim.key) as client:
+            assert client.get(f"{PLAYGROUND}/trials").status_code == 401
+
+
+def test_samples_of_others_runs_and_projects_count_for_no_trial(start):
+    """A stranger names a trial as a project, and a program samples weights of no project."""
+    with start() as gate:
+        clock = PlaygroundClock(gate)
+        _, mine = started(gate, "ann")
+        session = session_of(claimed(gate))
+        stranger = gate.session_id()
+        gate.run(gate.gateway.sessions.assign_project(session_id=stranger, project_id=mine))
+        run = gate.run_id(gate.session_id())
+        for owner, session_id in (("local", stranger), ("ann", session), ("local", session)):
+            note_sample(gate, owner=owner, session_id=session_id, run_id=run, tokens=60)
+        used = gate.run(gate.gateway.playground.used_tokens())
+        assert used == {mine: 60}
+        clock.passes(0)
+        assert trial(gate, mine)["state"] == "running"
+
+
+def note_sample(gate, *, owner: str, session_id: str, run_id: str, tokens: int) -> None:
+    row = {
+        "hour": 0,
+        "event": "sampling",
+        "subject": f"{session_id}:sample:{owner}",
+        "run_id": run_id,
+        "session_id": session_id,
+        "owner": owner,
+        "base_model": "tiny",
+        "count": 1,
+        "input_tokens": 0,
+        "cached_tokens": 0,
+        "output_tokens": tokens,
+        "accelerator_seconds": 0.0,
+    }
+    gate.run(gate.gateway.database.write(insert(usage), row))

@@ -34,10 +34,13 @@ class ClaimedByTest:
     trial: dict
     key: str
 
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {"tandem.blueprint": self.trial["blueprint"], "tandem.deadline": "600"}
+
     def program(self) -> tinker.ServiceClient:
-        metadata = {"tandem.blueprint": self.trial["blueprint"], "tandem.deadline": "600"}
         return tinker.ServiceClient(
-            metadata, self.trial["id"], base_url=self.gate.url, api_key=self.key
+            self.metadata, self.trial["id"], base_url=self.gate.url, api_key=self.key
         )
 
     def end(self, **result: object) -> None:
