@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,11 +30,11 @@ from tests.nfs.machines import (
     Client,
     Kernel,
     Server,
-    end_at_signal,
     get_kernel,
     qemu_version,
 )
 from tests.support.file_trace import Operation, read_trace, write_trace
+from tests.support.processes import end_at_signal
 
 ADDRESSES = {"trainer": "10.0.77.2", "sampler": "10.0.77.3"}
 _KEPT_EVERY, _DIES_EVERY = 10, 25
@@ -91,6 +91,13 @@ class Power(threading.Thread):
         if self.failed is not None:
             raise self.failed
 
+    def stop(self) -> None:
+        """End with the server killed, also while it starts."""
+        self._ends.set()
+        self._server.kill()
+        self.join(timeout=_CALL_SECONDS)
+        self._server.kill()
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.nfs", description=__doc__)
@@ -106,8 +113,8 @@ def main() -> int:
         parser.error(f"{', '.join(missing)} are missing; see tests/nfs/__init__.py")
     end_at_signal()
     print(f"seed {arguments.seed}", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="nfs-"))
     kernel = get_kernel()
+    folder = Path(tempfile.mkdtemp(prefix="nfs-"))
     try:
         done = run(folder, kernel, arguments)
         trace = read_whole_trace(folder, done)
@@ -155,9 +162,10 @@ def main() -> int:
 
 def run(folder: Path, kernel: Kernel, arguments: argparse.Namespace) -> Done:
     port = random.randint(20_000, 60_000)
-    server = Server(kernel, folder, "server", port)
-    clients = [Client(kernel, folder, name, port) for name in ADDRESSES]
     with ExitStack() as machines:
+        starter = machines.enter_context(ThreadPoolExecutor(1))
+        server = Server(kernel, folder, "server", port, starter)
+        clients = [Client(kernel, folder, name, port, starter) for name in ADDRESSES]
         for each in (server, *clients):
             machines.callback(each.kill)
         server.make_disk(gigabytes=4)
@@ -170,6 +178,7 @@ def run(folder: Path, kernel: Kernel, arguments: argparse.Namespace) -> Done:
         power = Power(server, seed=arguments.seed, every=arguments.restart_every)
         began, counts = time.monotonic(), Counts()
         power.start()
+        machines.callback(power.stop)
         kept: list[str] = []
         per_run = -(-arguments.rounds // arguments.runs)
         for number in range(arguments.runs):

@@ -8,12 +8,11 @@ import gzip
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ DOWNLOADS = REPOSITORY / "build" / "nfs"
 SERVER, MOUNTED = "10.0.77.1", "/mnt"
 LEASE_SECONDS = 10
 PATH = f"{os.environ['PATH']}:/usr/sbin:/sbin"
-PROGRAMS = ("qemu-system-x86_64", "apt-get", "dpkg", "depmod", "mkfs.ext4")
+PROGRAMS = ("qemu-system-x86_64", "setpriv", "apt-get", "dpkg", "depmod", "mkfs.ext4")
 _START_SECONDS = 300.0
 _MODULES = (
     "virtio_pci",
@@ -177,12 +176,15 @@ def _output(*command: str, cwd: Path | None = None) -> str:
 
 @dataclass(eq=False)
 class Machine:
-    """A process of qemu. `kill` is a power failure: only synced writes are on its disk."""
+    """A process of qemu. `kill` is a power failure: only synced writes are on its disk.
+
+    The machine also ends with the thread of `starter`, and so with this process."""
 
     kernel: Kernel
     folder: Path
     name: str
     port: int
+    starter: Executor
     process: subprocess.Popen | None = None
 
     @property
@@ -192,6 +194,7 @@ class Machine:
     def boot(self, first: Path, *options: str, megabytes: int) -> None:
         last = f"52:54:00:77:00:{['server', 'trainer', 'sampler'].index(self.name) + 1:02x}"
         command = [
+            *("setpriv", "--pdeathsig", "KILL", "--"),
             *("qemu-system-x86_64", "-accel", "tcg", "-cpu", "max", "-m", str(megabytes)),
             *("-display", "none", "-monitor", "none", "-no-reboot", "-nodefaults"),
             *("-kernel", str(self.kernel.image), "-initrd", str(first)),
@@ -202,15 +205,16 @@ class Machine:
             *("-device", f"virtio-net-pci,netdev=net,mac={last}"),
             *options,
         ]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=self.console.open("a")
-        )
+        with self.console.open("a") as console:
+            self.process = self.starter.submit(
+                subprocess.Popen, command, stdout=subprocess.DEVNULL, stderr=console
+            ).result(timeout=60)
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(timeout=60)
-            self.process = None
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.wait(timeout=60)
 
     def check(self) -> None:
         if self.process is None or self.process.poll() is not None:
@@ -308,12 +312,3 @@ class Client(Machine):
                     future.set_exception(RuntimeError(f"{self.name}: {answer['error']}"))
                 else:
                     future.set_result(answer["value"])
-
-
-def end_at_signal() -> None:
-    """Let `finally` blocks kill the machines when this process is asked to end."""
-
-    def end(_signal: int, _frame: object) -> None:
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, end)

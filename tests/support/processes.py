@@ -1,8 +1,11 @@
-"""Finds processes by a mark in their environment, reads their cores, and fills small disks."""
+"""Finds processes by a mark in their environment, reads their cores, and fills small disks.
+
+`end_at_signal` lets a program clean up when it is asked to end."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -55,6 +58,20 @@ def cores_of(pid: int) -> set[int]:
         with suppress(ProcessLookupError):  # the thread has ended
             cores |= os.sched_getaffinity(int(task.name))
     return cores
+
+
+def end_at_signal() -> None:
+    """Let `finally` blocks run when this process is asked to end. `nohup` stays as it is."""
+
+    def end(_signal: int, _frame: object) -> None:
+        for each in asking:
+            signal.signal(each, lambda *_: None)  # it is ending already
+        raise KeyboardInterrupt
+
+    given = (signal.SIGTERM, signal.SIGHUP)
+    asking = [each for each in given if signal.getsignal(each) is signal.SIG_DFL]
+    for each in asking:
+        signal.signal(each, end)
 
 
 @contextmanager
