@@ -47,6 +47,7 @@ class Housekeeping:
         removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
         models = self._repeat(gateway.models.discover_models, interval=_MODELS_INTERVAL)
         disk = self._repeat(self._measure_disk, interval=_DISK_INTERVAL)
+        trials = self._repeat(gateway.playground.look_at_trials, interval=ROUND_INTERVAL)
         scaling = self._repeat(gateway.autoscaler.follow_demand, interval=ROUND_INTERVAL)
         tasks = [
             asyncio.create_task(disk, name="free-disk"),
@@ -55,6 +56,7 @@ class Housekeeping:
             asyncio.create_task(models, name="models-directory"),
             asyncio.create_task(self._measure_lag(), name="event-loop-lag"),
             asyncio.create_task(scaling, name="autoscaling"),
+            asyncio.create_task(trials, name="playground"),
         ]
         try:
             yield
@@ -111,7 +113,6 @@ class Housekeeping:
         gateway.write_usage()
         gateway.keys.write_uses()
         gateway.refused_keys.write()
-        await gateway.playground.look_at_trials()
         await gateway.checkpoints.expire()
         await self._collect([*gateway.checkpoints.take_marked(), *gateway.sampling.expire_idle()])
         if time.monotonic() >= self._next_housekeeping:

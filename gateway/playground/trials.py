@@ -15,6 +15,7 @@ from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.catalog import CheckpointCatalog
 from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import KeyStore, NewKey
+from gateway.owners.budgets import HOUR
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.playground.queue import Trial, next_trial, place_of, waiting
@@ -23,9 +24,9 @@ from gateway.storage.tables import playground_closed, runs, sessions, trials, us
 from tandem.blueprints.catalog import blueprint_named, find_blueprints
 from tandem.blueprints.description import Blueprint
 from tandem.errors import (
-    InvalidField,
     Overloaded,
     PermissionDenied,
+    StorageFailed,
     TandemError,
     UnknownTrial,
 )
@@ -35,6 +36,10 @@ from tandem.telemetry import get_log
 MOST_WAITING = 100
 _SILENCE = 30.0
 """Seconds after which a silent runner is lost."""
+_LONGEST_WAIT = 86_400.0
+_TOLD_AFTER = 10.0
+"""Seconds without a request of a runner, after which visitors hear of it."""
+_VISITORS = ("member", "maintainer", "admin")
 _MOST_ATTEMPTS = 2
 _RETRY_AFTER = 10.0
 
@@ -60,10 +65,15 @@ class Playground:
     sessions: SessionRegistry
     end_session_soon: Callable[..., None]
     clock: Callable[[], float] = time.time
+    monotonic: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._live: dict[str, Trial] = {}
+        self._arriving = set[str]()
         self._heard: dict[str, float] = {}
+        self._asked_at = self.monotonic()
+        self.used_tokens: Mapping[str, int] = {}
+        """The tokens of running and open trials, as of the last look."""
         self._claiming, self._looking = asyncio.Lock(), asyncio.Lock()
         self.closed = False
         self._log = get_log()
@@ -72,7 +82,7 @@ class Playground:
         """Read the trials of an earlier gateway. Their runners have their whole time again."""
         rows = await self.database.read(select(trials).where(trials.c.state != "ended"))
         self._live = {row["id"]: from_row(Trial, row) for row in rows}
-        self._heard = dict.fromkeys(self._live, self.clock())
+        self._heard = dict.fromkeys(self._live, self.monotonic())
         self.closed = bool(await self.database.read(select(playground_closed)))
 
     def all(self) -> list[Trial]:
@@ -82,6 +92,17 @@ class Playground:
     def place_of(self, trial: Trial) -> int:
         now = self._live.get(trial.id)  # perhaps it changed since the caller read it
         return place_of(now, self.all()) if now is not None else 0
+
+    def why_waits(self, trial: Trial) -> str:
+        """Return why a waiting trial does not start, "" if others train or it has just come."""
+        silent = self.monotonic() - self._asked_at
+        if trial.state != "waiting":
+            return ""
+        if self.closed:
+            return "the playground is closed for now"
+        if silent > _TOLD_AFTER and self.count_in("running") < self.settings.runs:
+            return f"no runner has asked for a trial for {silent:.0f} s"
+        return ""
 
     def count_in(self, state: str) -> int:
         return sum(each.state == state for each in self.all())
@@ -124,9 +145,7 @@ class Playground:
         found = await asyncio.to_thread(blueprint_named, blueprint)
         checked = found.values_of(values)
         name = self.models.get(model).name
-        if not found.fits(name):
-            known = ", ".join(found.models)
-            raise InvalidField(f"{blueprint} is for {known}; {name} does not fit", field="model")
+        found.chosen_model([name], asked=name)
         self.limits.check_budget(caller.owner)
         self._check_room(caller.owner)
         trial = Trial(
@@ -139,12 +158,12 @@ class Playground:
             seed=seed,
             created_at=self.clock(),
         )
-        self._live[trial.id] = trial  # before the write, so that a second request sees it
+        self._arriving.add(trial.owner)
         try:
             await self.database.write(insert(trials), vars(trial), durable=True)
-        except BaseException:
-            del self._live[trial.id]
-            raise
+        finally:
+            self._arriving.discard(trial.owner)
+        self._live[trial.id] = trial
         return trial
 
     async def end_trial(self, trial: Trial, reason: str) -> Trial:
@@ -174,7 +193,19 @@ class Playground:
         if self.closed:
             raise PermissionDenied("the playground is closed for now; come back later")
 
+    def check_project(self, project_id: str, key_id: str) -> None:
+        """Raise `PermissionDenied` for the project of a trial, unless it is the key of the trial's
+        program. So the project has the things of the trial alone."""
+        key = self.keys.get(key_id)
+        if project_id in self._live and (key is None or key.name != project_id):
+            raise PermissionDenied(
+                f"the project {project_id} is a trial's, and only the trial's program has sessions "
+                "in it"
+            )
+
     def _check_room(self, owner: str) -> None:
+        if owner in self._arriving:
+            raise Overloaded("your trial begins already; look at it", limit="trials")
         own = next((each for each in self.all() if each.owner == owner), None)
         if own is not None:
             place = self.place_of(own)
@@ -198,6 +229,7 @@ class Playground:
 
     async def claim_trial(self) -> ClaimedTrial | None:
         """Give the next trial to a runner, None if nothing may start now."""
+        self._asked_at = self.monotonic()
         async with self._claiming:
             trial = None if self.closed else next_trial(self.all(), runs=self.settings.runs)
             if trial is None:
@@ -206,7 +238,7 @@ class Playground:
             key, secret = await self.keys.create(
                 NewKey(owner=trial.owner, role="ci", name=trial.id, expires_in=seconds)
             )
-            self._heard[trial.id] = now
+            self._heard[trial.id] = self.monotonic()
             if self._live.get(trial.id) is not trial:  # ended meanwhile
                 await self.keys.remove(key.id)
                 return None
@@ -225,7 +257,7 @@ class Playground:
         trial = self._live.get(trial_id)
         if trial is None or (trial.state, trial.attempt) != ("running", attempt):
             return False
-        self._heard[trial_id] = self.clock()
+        self._heard[trial_id] = self.monotonic()
         return True
 
     async def finish_attempt(
@@ -260,23 +292,34 @@ class Playground:
         """End trials whose time or tokens are used up, queue those of lost runners again, and
         remove the things of ending ones."""
         async with self._looking:
-            used = await self.used_tokens()
+            self.used_tokens = await self._read_tokens()
             for trial_id in list(self._live):
-                trial = self._live[trial_id]  # only this loop removes one
-                if trial.state == "ending":
-                    await self._remove_things(trial)
-                elif reason := self._why_over(trial, used.get(trial_id, 0)):
-                    await self.end_trial(trial, reason)
-                elif trial.state == "running" and self._silence(trial) > _SILENCE:
-                    await self._lose_runner(trial)
+                try:
+                    await self._look_at(self._live[trial_id])  # only this loop removes one
+                except StorageFailed:
+                    raise
+                except Exception:  # noqa: BLE001 - the other trials must end all the same
+                    self._log.exception("trial_failed", trial=trial_id)
 
-    def _why_over(self, trial: Trial, tokens: int) -> str:
+    async def _look_at(self, trial: Trial) -> None:
+        if trial.state == "ending":
+            await self._remove_things(trial)
+        elif reason := self._why_over(trial):
+            await self.end_trial(trial, reason)
+        elif trial.state == "running" and self._silence(trial) > _SILENCE:
+            await self._lose_runner(trial)
+
+    def _why_over(self, trial: Trial) -> str:
         key = self.keys.get(trial.key_id)
         if key is None or self.keys.ended(key) is not None:
             revoked = key is not None and self.keys.ended(key) == "revoked"
             return f"the key of the visitor {'was revoked' if revoked else 'has ended'}"
+        if key.role not in _VISITORS:
+            return f"the role {key.role} of the visitor's key starts no trial"
         if trial.state == "waiting":
-            return ""
+            over = self.clock() - trial.created_at > _LONGEST_WAIT
+            return f"it has waited for {_LONGEST_WAIT / 3600:g} hours" if over else ""
+        tokens = self.used_tokens.get(trial.id, 0)
         if trial.ends_at is not None and self.clock() >= trial.ends_at:
             return f"its time is over: {self.settings.minutes:g} minutes"
         if tokens >= self.settings.tokens:
@@ -285,7 +328,7 @@ class Playground:
 
     def _silence(self, trial: Trial) -> float:
         """Return the seconds since a running trial's runner was heard."""
-        return self.clock() - self._heard[trial.id]
+        return self.monotonic() - self._heard[trial.id]
 
     async def _lose_runner(self, trial: Trial) -> None:
         lost = f"its runner was silent for {_SILENCE:g} s"
@@ -297,28 +340,22 @@ class Playground:
             return
         self._log.warning("trial_waits_again", trial=trial.id, reason=lost)
         # Before a runner may claim it again, whose sessions stay.
-        self._end_sessions(trial)
+        self._end_sessions(trial, lost)
         await self._change(trial, state="waiting", reason=lost)
 
-    def _end_sessions(self, trial: Trial) -> bool:
+    def _end_sessions(self, trial: Trial, reason: str) -> bool:
         """Begin the ends of a trial's sessions. Return whether none is left."""
-        mine = (trial.id, trial.owner)
-        left = [each for each in self.sessions.all() if (each.project_id, each.owner) == mine]
+        left = [each for each in self.sessions.all() if each.project_id == trial.id]
         for session in left:
-            self.end_session_soon(
-                session.id, state="expired", reason="expired", detail=trial.reason
-            )
+            self.end_session_soon(session.id, state="expired", reason="expired", detail=reason)
         return not left
 
     async def _remove_things(self, trial: Trial) -> None:
         await self._remove_key(trial)  # again, after a crash
-        if not self._end_sessions(trial):
+        if not self._end_sessions(trial, trial.reason):
             return
-        rows = await self.database.read(
-            select(runs.c.id, runs.c.state).where(
-                runs.c.project_id == trial.id, runs.c.owner == trial.owner
-            )
-        )
+        of_trial = select(runs.c.id, runs.c.state).where(runs.c.project_id == trial.id)
+        rows = await self.database.read(of_trial)
         if any(row["state"] == "active" for row in rows):
             return
         for row in rows:
@@ -335,16 +372,16 @@ class Playground:
             if key.name == trial.id:
                 await self.keys.remove(key.id)
 
-    async def used_tokens(self) -> dict[str, int]:
+    async def _read_tokens(self) -> dict[str, int]:
         """Return the tokens of each trial: of its sessions, and of chats with its weights."""
-        found = {each.id: each.owner for each in self.all() if each.state in ("running", "open")}
+        found = {each.id: each for each in self.all() if each.state in ("running", "open")}
         if not found:
             return {}
+        since = min(each.created_at for each in found.values()) - HOUR  # an index has the hours
         tokens = usage.c.input_tokens - usage.c.cached_tokens + usage.c.output_tokens
         session, run = sessions.alias(), runs.alias()
         rows = await self.database.read(
             select(
-                usage.c.owner,
                 session.c.project_id.label("of_session"),
                 run.c.project_id.label("of_run"),
                 func.sum(tokens).label("tokens"),
@@ -352,14 +389,14 @@ class Playground:
             .select_from(usage)
             .outerjoin(session, session.c.id == usage.c.session_id)
             .outerjoin(run, run.c.id == usage.c.run_id)
+            .where(usage.c.hour >= since)
             .where(or_(session.c.project_id.in_(found), run.c.project_id.in_(found)))
-            .group_by(usage.c.owner, "of_session", "of_run")
+            .group_by("of_session", "of_run")
         )
         used: Counter[str] = Counter()
         for row in rows:
-            for trial_id in {row["of_session"], row["of_run"]}:
-                if found.get(trial_id) == row["owner"]:  # anybody can name a project
-                    used[trial_id] += int(row["tokens"])
+            for trial_id in found.keys() & {row["of_session"], row["of_run"]}:
+                used[trial_id] += int(row["tokens"])
         return used
 
     async def _change(self, trial: Trial, **values: object) -> Trial:

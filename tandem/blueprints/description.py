@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -130,6 +130,13 @@ class Blueprint(_DescriptionPart):
             name: parameter.checked_value(name, given.get(name, parameter.default))
             for name, parameter in self.parameters.items()
         }
+
+
+def about_blueprint(name: str, blueprint: Blueprint | str) -> dict[str, Any]:
+    """Return a blueprint, or the reason why it is unusable, as JSON."""
+    if isinstance(blueprint, str):
+        return {"name": name, "reason": blueprint}
+    return blueprint.model_dump(mode="json", exclude={"folder"}) | {"reason": ""}
 
 
 def read_blueprint(folder: Path) -> Blueprint:

@@ -36,7 +36,7 @@ def run(
         model=blueprint.chosen_model(known, asked=model),
         values=chosen,
         seed=seed,
-        environment={},
+        environment=os.environ,
         timeout=timeout,
     )
 

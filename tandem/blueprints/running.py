@@ -55,9 +55,9 @@ def run_blueprint(
 ) -> BlueprintResult:
     """Train a blueprint, and return its result. Its output goes to standard error.
 
-    `environment` names the gateway. `timeout` is in seconds, by default ten times the blueprint's
-    usual time. `goes_on` is called every few seconds, and ends the program by False. The process
-    ends with this one, and its session without a heartbeat."""
+    `environment` is the program's, and names the gateway. `timeout` is in seconds, by default ten
+    times the blueprint's usual time. `goes_on` is called every few seconds, and ends the program by
+    False. The process ends with this one, and its session without a heartbeat."""
     timeout = timeout or _SLOWER * 60 * blueprint.needs.minutes
     began = time.monotonic()
     with tempfile.TemporaryFile() as file:
@@ -70,7 +70,7 @@ def run_blueprint(
             result=file.fileno(),
             parent=os.getpid(),
         )
-        fault = _run(request, {**os.environ, **environment}, timeout, goes_on)
+        fault = _run(request, dict(environment), timeout, goes_on)
         file.seek(0)
         said = file.read()
     end = ProgramEnd.model_validate_json(said) if said else ProgramEnd(error=fault)

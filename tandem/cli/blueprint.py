@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tandem.blueprints.catalog import blueprint_named, find_blueprints
-from tandem.blueprints.description import Blueprint
+from tandem.blueprints.description import about_blueprint
 from tandem.blueprints.junit import junit_report
 from tandem.blueprints.running import run_blueprint
 from tandem.cli.context import (
@@ -49,7 +50,9 @@ def list_blueprints(folders: Folders = None, as_json: JsonFlag = False) -> None:
 
     Example: tandem blueprint list"""
     found = find_blueprints(folders or ())
-    end_if_json(as_json, {"blueprints": [_about(name, each) for name, each in found.items()]})
+    end_if_json(
+        as_json, {"blueprints": [about_blueprint(name, each) for name, each in found.items()]}
+    )
     rows = [
         (name, each, "", "")
         if isinstance(each, str)
@@ -66,7 +69,7 @@ def show(name: Name, folders: Folders = None, as_json: JsonFlag = False) -> None
 
     Example: tandem blueprint show grpo-arithmetic"""
     blueprint = blueprint_named(name, folders or ())
-    end_if_json(as_json, _about(name, blueprint))
+    end_if_json(as_json, about_blueprint(name, blueprint))
     needs = blueprint.needs
     say(f"{blueprint.title}. {blueprint.about}")
     devices = f"{needs.devices} device{'s' * (needs.devices > 1)} of {needs.memory_gib:g} GiB"
@@ -127,7 +130,7 @@ def run(
         ),
         values=values,
         seed=seed,
-        environment={URL_VARIABLE: gateway.url, KEY_VARIABLE: gateway.api_key},
+        environment={**os.environ, URL_VARIABLE: gateway.url, KEY_VARIABLE: gateway.api_key},
         timeout=timeout,
     )
     if junit is not None:
@@ -146,9 +149,3 @@ def run(
         say(f"{name} {'is sound' if result.sound else 'violates its bounds'}, {result.seconds:g} s")
     if not result.sound:
         raise typer.Exit(1)
-
-
-def _about(name: str, blueprint: Blueprint | str) -> dict[str, Any]:
-    if isinstance(blueprint, str):
-        return {"name": name, "reason": blueprint}
-    return blueprint.model_dump(mode="json", exclude={"folder"}) | {"reason": ""}

@@ -8,8 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -31,6 +30,7 @@ from tandem.cli.context import (
     say,
     say_aside,
 )
+from tandem.errors import describe
 from tandem.protocol.http_host import is_loopback
 from tandem.protocol.own_machine import follows_proxy
 from tandem.protocol.sign_in_code import make_code
@@ -80,13 +80,16 @@ def up(
     if models:
         settings["models"] = json.dumps({name: str(path.resolve()) for name, path in models})
     with Stack(data_dir=directory, settings=settings, tell=warn, say=say_aside) as stack:
+        stop_runner = threading.Event()
         try:
             _announce(stack, warn, as_json=as_json)
-            with _runner(stack):
-                stack.wait()
+            stop_runner = _start_runner(stack)
+            stack.wait()
         except KeyboardInterrupt:
             if not as_json:
                 say("\nStopping …")
+        finally:
+            stop_runner.set()
 
 
 def agent(
@@ -128,22 +131,23 @@ def interrupt(_signal: int, _frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
-def _runner(stack: Stack) -> Iterator[None]:
-    """Train the trials of the playground, if the gateway has one."""
+def _start_runner(stack: Stack) -> threading.Event:
+    """Train the trials of the playground, if the gateway has one. Return the event that stops
+    it."""
     slots, stop = GatewaySettings().playground.runs, threading.Event()
-    runner = BlueprintRunner(
-        url=stack.endpoint.url, key=stack.endpoint.api_key, slots=max(1, slots), say=say_aside
-    )
-    thread = threading.Thread(target=runner.run_trials, args=[stop], name="runner")
+    endpoint = stack.endpoint
+
+    def run() -> None:
+        try:
+            BlueprintRunner(
+                url=endpoint.url, key=endpoint.api_key, slots=slots, say=say_aside
+            ).run_trials(stop)
+        except Exception as error:  # noqa: BLE001 - visitors see that no runner asks
+            fail(f"the playground has no runner any more: {describe(error, typed=True)}")
+
     if slots:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        if slots:
-            thread.join()
+        threading.Thread(target=run, name="runner", daemon=True).start()
+    return stop
 
 
 def _announce(stack: Stack, warn: Callable[[str], None], *, as_json: bool) -> None:

@@ -48,6 +48,7 @@ class TrialFacts:
 
     trial: Trial
     place: int
+    why_waits: str
     left: float
     tokens: int
     most_tokens: int
@@ -129,8 +130,9 @@ async def _read_facts(page: Page, trial: Trial) -> TrialFacts:
     return TrialFacts(
         trial=trial,
         place=place,
+        why_waits=playground.why_waits(trial),
         left=max(0.0, (trial.ends_at or 0.0) - playground.clock()),
-        tokens=(await playground.used_tokens()).get(trial.id, 0),
+        tokens=playground.used_tokens.get(trial.id, 0),
         most_tokens=playground.settings.tokens,
         runs=[(row, await _plots(page, row)) for row in rows],
         blueprint=blueprint if isinstance(blueprint, Blueprint) else None,
@@ -171,6 +173,6 @@ async def _serve(page: Page, trial: Trial) -> tuple[Checkpoint | None, Mapping[s
 
     try:
         manifest = inference_service_yaml(served("s3://BUCKET/BASE"), storage="s3://BUCKET/TUNED")
-        return found, {"vllm serve": vllm_script(served(trial.model)), "KServe": manifest}
+        return found, {"vllm serve": vllm_script(served("./BASE")), "KServe": manifest}
     except InvalidField as error:
         return found, {"Elsewhere": error.message}

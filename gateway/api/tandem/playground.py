@@ -12,7 +12,7 @@ from gateway.api.fields import Answer, Limit, Offset, PathText, Time, WholeNumbe
 from gateway.api.routing import Router
 from gateway.playground.queue import Trial
 from gateway.playground.trials import unknown_trial
-from tandem.blueprints.description import Value
+from tandem.blueprints.description import Value, about_blueprint
 from tandem.errors import (
     BudgetExhausted,
     InvalidField,
@@ -112,12 +112,7 @@ async def get_playground(access: AccessDep) -> PlaygroundState:
     """Describe the playground and its blueprints."""
     playground = access.gateway.playground
     found = await playground.blueprints()
-    about = [
-        {"name": name, "reason": each}
-        if isinstance(each, str)
-        else each.model_dump(mode="json", exclude={"folder"}) | {"reason": ""}
-        for name, each in sorted(found.items())
-    ]
+    about = [about_blueprint(name, each) for name, each in sorted(found.items())]
     return PlaygroundState.of(
         playground.settings,
         open=bool(playground.settings.runs) and not playground.closed,
@@ -234,4 +229,9 @@ async def own_trial(trial_id: str, access: Access) -> Trial:
 
 
 def trial_info(trial: Trial, access: Access) -> TrialInfo:
-    return TrialInfo.of(trial, queue_position=access.gateway.playground.place_of(trial))
+    playground = access.gateway.playground
+    return TrialInfo.of(
+        trial,
+        queue_position=playground.place_of(trial),
+        reason="; ".join(filter(None, (trial.reason, playground.why_waits(trial)))),
+    )

@@ -177,6 +177,7 @@ async def create_session(body: CreateSession, access: AccessDep) -> CreatedSessi
     if access.caller.reach == "blueprints":
         _check_of_blueprint(body.user_metadata, options)
     fields = body.model_dump() | {"project_id": body.project_id or ""}
+    access.gateway.playground.check_project(fields["project_id"], access.caller.key_id)
     session = await access.gateway.sessions.create(NewSession(owner=access.caller.owner, **fields))
     access.audit.note(session.id)
     return CreatedSession(type="create_session", session_id=session.id, warning_message=warning)
@@ -256,6 +257,8 @@ async def get_session(
 async def assign_session_project(body: Project, session: PastSession, access: AccessDep) -> None:
     """Move the session, its runs and their usage into a project."""
     access.audit.note(session.id, project_id=body.project_id, before=session.project_id)
+    for project_id in (body.project_id, session.project_id):
+        access.gateway.playground.check_project(project_id, access.caller.key_id)
     await access.gateway.sessions.assign_project(session_id=session.id, project_id=body.project_id)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,6 +38,13 @@ SAVES = """
 def train(run):
     run.save_weights(run.training_client())
     return {"number": run.number("value")}
+"""
+SHOWS = """
+import json, os, pathlib
+
+def train(run):
+    pathlib.Path(__file__).with_name("environment").write_text(json.dumps(dict(os.environ)))
+    return {"number": 1.0}
 """
 WAITS = """
 import os, pathlib, time
@@ -141,6 +149,25 @@ def test_a_program_that_fails_ends_the_trial_with_its_error(start, tmp_path):
     with start() as gate, runner(gate):
         found = reached(gate, start_trial(gate), "ended")
         assert found["reason"] == "ValueError: no data"
+
+
+def test_a_program_gets_no_secret_of_the_runners_environment(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_API_KEY", "tml-of-the-administrator")
+    monkeypatch.setenv("TANDEM_DATABASE_URL", "postgresql://tandem:secret@db/tandem")
+    monkeypatch.setenv("SSL_CERT_FILE", "/etc/ssl/ca.crt")
+    place = write(tmp_path, SHOWS)
+    with start() as gate, runner(gate):
+        reached(gate, start_trial(gate), "open")
+        found = json.loads((place / "environment").read_text())
+        assert not {"TANDEM_API_KEY", "TANDEM_DATABASE_URL"} & found.keys()
+        assert found["SSL_CERT_FILE"] == "/etc/ssl/ca.crt"
+        assert found["TINKER_API_KEY"] != KEY
+
+
+def test_a_program_whose_key_is_refused_does_not_go_on(start, tmp_path):
+    with start() as gate:
+        trains = BlueprintRunner(url=gate.url, key="tml-wrong", slots=1, say=print)
+        assert not trains._goes_on("trial-1", {"attempt": 1}, threading.Event())
 
 
 def test_a_runner_without_an_administrators_key_ends_with_the_reason(start, tmp_path):

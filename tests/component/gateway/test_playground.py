@@ -15,6 +15,7 @@ from gateway.playground.trials import MOST_WAITING, Playground
 from gateway.storage.tables import usage
 from tandem.settings.playground import PlaygroundSettings
 from tests.support.audit_log import audit_log
+from tests.support.gateway.running import KEY
 from tests.support.gateway.visitors import (
     ASKED,
     PLAYGROUND,
@@ -92,7 +93,7 @@ def test_the_key_of_a_claim_is_the_visitors_and_ends_with_the_attempt(start):
 
 
 def test_nothing_of_a_trial_is_left_when_its_time_is_over(start):
-    """Its session, run, checkpoint and key. Another owner's session of its project stays."""
+    """Its session, run, checkpoint and key."""
     with start() as gate:
         clock = PlaygroundClock(gate)
         key, mine = started(gate, "ann")
@@ -101,8 +102,6 @@ def test_nothing_of_a_trial_is_left_when_its_time_is_over(start):
         with pytest.raises(tinker.AuthenticationError), claim.program() as service:
             training = service.create_lora_training_client("tiny:full").result()
             training.save_weights_for_sampler("final").result()
-            stranger = gate.session_id()
-            gate.run(gate.gateway.sessions.assign_project(session_id=stranger, project_id=mine))
             clock.now += 3598
             assert ask(gate, "POST", f"/claims/{mine}", attempt=1).json() == {"goes_on": True}
             clock.passes(1)
@@ -122,7 +121,6 @@ def test_nothing_of_a_trial_is_left_when_its_time_is_over(start):
         assert len(runs["training_runs"]) == 1
         assert found["checkpoints"] == []
         assert [each.name for each in gate.gateway.keys.all() if each.name == mine] == []
-        assert gate.gateway.sessions.get(stranger) is not None
         assert ask(gate, "POST", "/trials", key, **ASKED).status_code == 200
 
 
@@ -136,7 +134,8 @@ def test_the_trial_of_a_lost_runner_has_its_old_place_once(start):
         clock.passes(31)
         found = trial(gate, mine)
         assert (found["state"], found["queue_position"]) == ("waiting", 1)
-        assert found["reason"] == "its runner was silent for 30 s"
+        told = "its runner was silent for 30 s; no runner has asked for a trial for 31 s"
+        assert found["reason"] == told
         wait_until(lambda: gate.gateway.sessions.get(session) is None)
         assert ask(gate, "POST", f"/claims/{mine}", attempt=1).json() == {"goes_on": False}
         late = {"attempt": 1, "numbers": {"loss": 1.0}}
@@ -306,31 +305,27 @@ def test_a_trial_ends_with_its_visitors_access(start):
             assert client.get(f"{PLAYGROUND}/trials").status_code == 401
 
 
-def test_samples_of_others_runs_and_projects_count_for_no_trial(start):
-    """A stranger names a trial as a project, and a program samples weights of no project."""
+def test_samples_in_sessions_of_a_trial_count_whichever_weights_they_have(start):
     with start() as gate:
         clock = PlaygroundClock(gate)
         _, mine = started(gate, "ann")
-        session = session_of(claimed(gate))
-        stranger = gate.session_id()
-        gate.run(gate.gateway.sessions.assign_project(session_id=stranger, project_id=mine))
-        run = gate.run_id(gate.session_id())
-        for owner, session_id in (("local", stranger), ("ann", session), ("local", session)):
-            note_sample(gate, owner=owner, session_id=session_id, run_id=run, tokens=60)
-        used = gate.run(gate.gateway.playground.used_tokens())
-        assert used == {mine: 60}
+        session, other = session_of(claimed(gate)), gate.session_id()
+        run = gate.run_id(other)
+        for session_id in (session, other):
+            note_sample(gate, session_id=session_id, run_id=run, tokens=60)
         clock.passes(0)
+        assert gate.gateway.playground.used_tokens == {mine: 60}
         assert trial(gate, mine)["state"] == "running"
 
 
-def note_sample(gate, *, owner: str, session_id: str, run_id: str, tokens: int) -> None:
+def note_sample(gate, *, session_id: str, run_id: str, tokens: int) -> None:
     row = {
-        "hour": 0,
+        "hour": 2_000_000,
         "event": "sampling",
-        "subject": f"{session_id}:sample:{owner}",
+        "subject": f"{session_id}:sample:0",
         "run_id": run_id,
         "session_id": session_id,
-        "owner": owner,
+        "owner": "ann",
         "base_model": "tiny",
         "count": 1,
         "input_tokens": 0,
@@ -339,3 +334,66 @@ def note_sample(gate, *, owner: str, session_id: str, run_id: str, tokens: int) 
         "accelerator_seconds": 0.0,
     }
     gate.run(gate.gateway.database.write(insert(usage), row))
+
+
+def test_nobody_moves_a_session_from_or_into_the_project_of_a_trial(start):
+    """Neither the visitor nor an administrator. So a trial cannot leave its time and tokens."""
+    with start() as gate:
+        key, mine = started(gate, "ann")
+        session = session_of(claimed(gate))
+        for secret in (key, KEY):
+            with gate.http(secret) as client:
+                away = {"project_id": "mine"}
+                moved = client.put(f"/api/v1/sessions/{session}/project", json=away)
+                body = {"tags": [], "sdk_version": "test", "project_id": mine}
+                begun = client.post("/api/v1/create_session", json=body)
+                body["project_id"] = "elsewhere"
+                own = client.post("/api/v1/create_session", json=body).json()["session_id"]
+                into = client.put(f"/api/v1/sessions/{own}/project", json={"project_id": mine})
+            for answer in (moved, begun, into):
+                assert answer.status_code == 403, answer.text
+                assert f"the project {mine} is a trial's" in answer.json()["error"]
+
+
+def test_a_waiting_trial_says_why_and_ends_after_a_day(start):
+    with start() as gate:
+        clock = PlaygroundClock(gate)
+        claimed(gate)
+        _, mine = started(gate, "ann")
+        assert trial(gate, mine)["reason"] == ""
+        clock.passes(11)
+        assert trial(gate, mine)["reason"] == "no runner has asked for a trial for 11 s"
+        ask(gate, "PUT", "", open=False)
+        assert trial(gate, mine)["reason"] == "the playground is closed for now"
+        clock.passes(86_400)
+        assert trial(gate, mine)["reason"] == "it has waited for 24 hours"
+
+
+def test_a_visitor_that_may_only_read_now_starts_no_waiting_trial(start):
+    with start() as gate:
+        clock = PlaygroundClock(gate)
+        _, mine = started(gate, "ann")
+        [key] = [each for each in gate.gateway.keys.all() if each.owner == "ann"]
+        key.role = "reader"
+        clock.passes(1)
+        assert trial(gate, mine)["reason"] == "the role reader of the visitor's key starts no trial"
+
+
+def test_a_trial_that_cannot_be_removed_holds_up_no_other(start, monkeypatch):
+    with start(playground=PlaygroundSettings(runs=2, tokens=100)) as gate:
+        clock, playground = PlaygroundClock(gate), gate.gateway.playground
+        (_, first), (_, second) = started(gate, "ann"), started(gate, "ben")
+        claimed(gate), claimed(gate)
+        remove = playground._remove_things
+
+        async def fail(each) -> None:
+            if each.id == first:
+                raise RuntimeError("it cannot be removed")
+            await remove(each)
+
+        monkeypatch.setattr(playground, "_remove_things", fail)
+        ask(gate, "POST", f"/trials/{first}/end")
+        clock.passes(3601)
+        clock.passes(1)
+        assert trial(gate, first)["state"] == "ending"
+        assert trial(gate, second)["state"] == "ended"

@@ -19,7 +19,7 @@ class PlaygroundClock:
 
     def __init__(self, gate: Gate) -> None:
         self.gate, self.now = gate, 1_000_000.0
-        gate.gateway.playground.clock = lambda: self.now
+        gate.gateway.playground.clock = gate.gateway.playground.monotonic = lambda: self.now
 
     def passes(self, seconds: float) -> None:
         self.now += seconds
