@@ -17,6 +17,7 @@ from pathlib import Path
 
 from tests.cluster import settings
 from tests.cluster.control_plane import ControlPlane, StartFailed, started
+from tests.support.processes import end_at_signal
 
 MOST_SECONDS = 1080.0
 """The control plane stops within two more minutes."""
@@ -32,7 +33,9 @@ def main(
     tests: Sequence[str] = (sys.executable, "-m", "pytest", "-n0", "tests/cluster"),
     most_seconds: float = MOST_SECONDS,
 ) -> int:
-    """Return the status of the tests, 1 after a failed start, and 124 if the time was over."""
+    """Return the status of the tests, 1 after a failed start, and 124 if the time was over.
+
+    After an interruption it is 130."""
     began = time.monotonic()
     artefacts = settings.ARTEFACTS or Path("runs") / time.strftime("cluster-%Y%m%d-%H%M%S")
     artefacts.mkdir(parents=True, exist_ok=True)
@@ -72,18 +75,18 @@ def variables_of(plane: ControlPlane) -> dict[str, str]:
 
 
 def run_tests(command: Sequence[str], environment: dict[str, str], *, seconds: float) -> int:
-    """Run the tests, and interrupt them before the time is over, so that they clean up."""
+    """Run the tests. Interrupt them when the time is nearly over, or with us, to clean up."""
     process = subprocess.Popen(command, env=environment, start_new_session=True)
     ends_within = min(_ENDS_WITHIN, seconds / 4)
     try:
         status = process.wait(timeout=seconds - ends_within)
         return 0 if status == _NOTHING_RAN else status
-    except subprocess.TimeoutExpired:
-        print(f"the tests are interrupted after {seconds - ends_within:.0f} s", flush=True)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
+        print(f"the tests are interrupted: {type(reason).__name__}", flush=True)
         process.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             process.wait(timeout=ends_within)
-        return 124
+        return 124 if isinstance(reason, subprocess.TimeoutExpired) else 130
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -91,4 +94,5 @@ def run_tests(command: Sequence[str], environment: dict[str, str], *, seconds: f
 
 
 if __name__ == "__main__":
+    end_at_signal()
     sys.exit(main(sys.argv[1:]))

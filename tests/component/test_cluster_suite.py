@@ -4,7 +4,10 @@ No Kubernetes runs here. Small programs take the places of `etcd`, `kube-apiserv
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from tests.cluster import settings
 from tests.cluster.artefacts import keep
 from tests.cluster.kubectl import Kubectl
 from tests.support.processes import marked
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
 
@@ -70,6 +74,16 @@ try:
     signal.pause()
 except KeyboardInterrupt:
     (artefacts / "cleaned-up").touch()
+"""
+PLUGIN = """
+import os, pathlib, signal
+def pytest_sessionstart():
+    artefacts = pathlib.Path(os.environ["TANDEM_TEST_ARTEFACTS"])
+    (artefacts / "runs").touch()
+    try:
+        signal.pause()
+    finally:
+        (artefacts / "cleaned-up").touch()
 """
 
 
@@ -138,6 +152,33 @@ def test_tests_that_take_too_long_are_interrupted_and_clean_up(artefacts, tmp_pa
     assert run(HANGS, most_seconds=20.0) == 124
     assert (artefacts / "cleaned-up").exists()
     assert not marked(str(tmp_path))
+
+
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_suite_cleans_up_and_leaves_nothing(artefacts, tmp_path, asked):
+    write("etcd", ETCD)
+    write("kube-apiserver", SERVER)
+    (tmp_path / "hangs.py").write_text(PLUGIN)
+    (temporary := tmp_path / "temporary").mkdir()
+    environment = {
+        **os.environ,
+        "KUBECONFIG": "",
+        "TANDEM_TEST_BINARIES": str(settings.BINARIES),
+        "TANDEM_TEST_ARTEFACTS": str(artefacts),
+        "PYTHONPATH": str(tmp_path),
+        "TMPDIR": str(temporary),
+    }
+    command = [sys.executable, "-m", "tests.cluster", "-p", "hangs"]
+    with subprocess.Popen(command, env=environment) as process:
+        try:
+            wait_until((artefacts / "runs").exists, what="the tests", timeout=120)
+            process.send_signal(asked)
+            assert process.wait(timeout=120) == 130
+        finally:
+            process.kill()
+    assert (artefacts / "cleaned-up").exists()
+    assert not marked(str(tmp_path))
+    assert not list(temporary.glob("cluster-*")), "the administrator's token is there"
 
 
 def test_a_kind_cluster_gets_the_images_and_its_logs_are_kept_before_it_is_deleted(
