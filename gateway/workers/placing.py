@@ -2,8 +2,9 @@
 
 A row and the waiting rows in its `together` get their groups at one moment, or none does. A row
 that eight later rows have overtaken comes first, then the highest priority, then the owner with the
-fewest places, then the oldest request. Rows that fit overtake rows that do not. If nothing fits,
-idle engines end that no trainer keeps, the least recently used first.
+fewest places, then the oldest request. Rows that fit overtake rows that do not. The row that comes
+first by its eight overtakings lets only sessions with a place pass. If nothing fits, idle engines
+end that no trainer keeps, the least recently used first.
 
 An idle engine that no trainer keeps does not ask for a group."""
 
@@ -36,17 +37,17 @@ def place_waiting(decision: Decision) -> None:
 
 def _next_placed(overview: Overview) -> tuple[WorkerRow, ...] | None:
     """Return the changed rows of the next placement, or None if nobody fits."""
-    blocked: list[WorkerRow] = []  # rows that nobody may overtake
+    blocked: list[WorkerRow] = []  # rows that no session without a place may overtake
     waiting = candidates(overview)
     for row in waiting:
         bundle = together_with(overview, row)
         found = find_groups(overview, bundle)
-        if isinstance(found, str) or any(_compete(overview, each, row) for each in blocked):
+        if isinstance(found, str) or _is_behind(overview, blocked, row):
             blocked += [row] if row.overtaken >= MOST_OVERTAKEN else []
             continue
         served = {each.key for each in bundle}
         overtaken = tuple(
-            replace(other, overtaken=other.overtaken + 1)
+            replace(other, overtaken=min(other.overtaken + 1, MOST_OVERTAKEN))
             for other in waiting
             if other.key not in served
             and _arrival(overview, other) < _arrival(overview, row)
@@ -110,6 +111,14 @@ def together_with(overview: Overview, row: WorkerRow) -> list[WorkerRow]:
 
 def _waits_for_group(row: WorkerRow) -> bool:
     return row.state == "waiting" and row.ends_as != "gone"
+
+
+def _is_behind(overview: Overview, blocked: Iterable[WorkerRow], row: WorkerRow) -> bool:
+    """Whether a row must not overtake `blocked` rows. A session with a place may: a blocked row may
+    wait for the end of its run, whose program may wait for this row."""
+    return any(_compete(overview, each, row) for each in blocked) and not any(
+        each.group and row.session in each.sessions for each in overview.rows.values()
+    )
 
 
 def _compete(overview: Overview, one: WorkerRow, other: WorkerRow) -> bool:
@@ -296,7 +305,7 @@ def make_room(decision: Decision) -> None:
     blocked: list[WorkerRow] = []
     asking = candidates(overview)
     for row in asking:
-        if any(_compete(overview, each, row) for each in blocked):
+        if _is_behind(overview, blocked, row):
             continue
         bundle, before, chosen = together_with(overview, row), imagined, list[WorkerRow]()
         found = find_groups(imagined, bundle)

@@ -102,6 +102,11 @@ class WorkerRow:
         return self.request.session
 
     @property
+    def sessions(self) -> set[str]:
+        """The session of its request, and those of the runs that hold it."""
+        return {self.session, *(holder.partition(":")[0] for holder in self.holders)}
+
+    @property
     def occupies(self) -> bool:
         """Whether its worker's state may be on its devices."""
         return self.state in OCCUPYING

@@ -172,6 +172,8 @@ class _Placed(Asking):
 
 
 class PlacedRun(_Placed):
+    """A run in a session of its own."""
+
     def __init__(self, world: PlacesWorld, owner: str, run_id: str, options: RunOptions) -> None:
         self.world, self.owner, self.key, self.options = world, owner, run_id, options
         self.sampler = f"sampler-of-{run_id}"
@@ -184,7 +186,7 @@ class PlacedRun(_Placed):
             key=self.key,
             kind="trainer",
             owner=self.owner,
-            session="s",
+            session=f"session of {self.sampler}",
             ranks=options.ranks,
             device_bytes=options.memory,
             host_bytes=options.host_memory,
@@ -277,7 +279,7 @@ def engine_request(sampler: str, key: str, owner: str, options: RunOptions) -> W
         key=key,
         kind="engine",
         owner=owner,
-        session="s",
+        session=f"session of {sampler}",
         ranks=options.sampler_ranks,
         device_bytes=options.sampler_memory,
         host_bytes=options.sampler_host_memory,

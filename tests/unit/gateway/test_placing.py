@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from gateway.workers.overview import Budgets, Demand
 from gateway.workers.placing import find_groups
 from gateway.workers.schedule import explain_wait, schedule
 from gateway.workers.steps import ForgetRow, PlaceRows, StopWorker, TakeGroup
+from tandem.settings.sharing import Sharing
 from tests.support.gateway.overviews import NOW, overview, row, waits, worker_group
 
 GIB = 2**30
@@ -70,7 +73,12 @@ def test_an_engine_asks_only_while_it_is_used_or_kept():
 
 
 def test_nobody_is_overtaken_for_the_ninth_time():
-    rows = row("x", "awake"), row("large", together=("e",)), engine("e"), row("small", since=950)
+    rows = (
+        row("x", "awake", session="before"),
+        row("large", together=("e",)),
+        engine("e"),
+        row("small", since=950),
+    )
     about = {"groups": (worker_group(workers=2),)}
     step = decided(*rows, **about)[0]
     assert [(each.key, each.overtaken) for each in step.rows] == [("small", 0), ("large", 1)]
@@ -80,6 +88,20 @@ def test_nobody_is_overtaken_for_the_ninth_time():
     assert "others have waited longer and are next" in (
         explain_wait(found, found.rows["small"]).reason
     )
+
+
+def test_a_run_gets_the_engine_that_its_program_waits_for_before_a_run_that_waits_for_its_end():
+    there, alone = row("r", "awake", session="one"), {"sharing": Sharing.EXCLUSIVE}
+    first = row("x", overtaken=8, session="two", **alone)
+    demand = {"t": waits(), "idle": Demand()}
+    assert placed(there, first, engine("t", session="three"), demand=demand) == {}
+    teacher, joined = engine("t", session="one"), replace(there, holders=("three:train:0",))
+    for pair in ((there, teacher), (joined, engine("t", session="three"))):
+        (step,) = decided(first, *pair, demand=demand)
+        assert [(each.key, each.overtaken) for each in step.rows] == [("t", 0), ("x", 8)]
+    idle, about = engine("idle", "asleep", session="three"), {"groups": (worker_group(workers=2),)}
+    (step,) = decided(there, first, teacher, idle, demand=demand, **about)
+    assert isinstance(step, StopWorker) and (step.key, step.ends_as) == ("idle", "waiting")
 
 
 def test_an_idle_engine_ends_for_a_waiting_row_after_its_quantum():
