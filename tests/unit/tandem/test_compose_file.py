@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from tandem import __version__
+from tandem.settings.gateway import GatewaySettings
+from tandem.settings.playground import PlaygroundSettings
 
 ROOT = Path(__file__).parents[3]
 TEXT = (ROOT / "docker-compose.yaml").read_text()
@@ -102,6 +104,21 @@ def test_the_file_is_of_the_syntax_that_every_compose_has():
         for volume in service["volumes"]:
             source = volume.partition(":")[0]
             assert source in FILE["volumes"] or (ROOT / source).exists()
+
+
+@pytest.mark.parametrize("gateway", ["gateway", "gateway-gpu"])
+def test_the_gateway_gets_all_settings_of_the_playground_and_sign_in_with_their_defaults(
+    gateway: str, monkeypatch: pytest.MonkeyPatch
+):
+    names = [f"TANDEM_PLAYGROUND_{name.upper()}" for name in PlaygroundSettings.model_fields]
+    for name in (*names, "TANDEM_OIDC"):
+        value = SERVICES[gateway]["environment"][name]
+        assert value.startswith(f"${{{name}:-") and value.endswith("}")
+        monkeypatch.setenv(name, value.removeprefix(f"${{{name}:-").removesuffix("}"))
+    settings = GatewaySettings()
+    fields = PlaygroundSettings.model_fields
+    assert settings.playground.model_dump() == {name: fields[name].default for name in fields}
+    assert settings.oidc is None
 
 
 def test_images_are_of_this_version_and_of_the_build_of_their_profile():
