@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the images of the gateway and the workers: `make images`. With REGISTRY, it pushes them too.
+# Builds the images of the gateway, the workers and the client: `make images`. With REGISTRY, it pushes them too.
 #
 #   make images LOAD=kind                                       tandem-NAME:dev, into the node (or k3s)
 #   make images REGISTRY=registry.example.org TAG=0.1.0 BUILD=gpu
@@ -9,7 +9,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 tag=${TAG:-dev} names=()
 case ${LOAD:-} in '' | kind | k3s) ;; *) echo "LOAD is kind or k3s, not $LOAD" >&2; exit 1 ;; esac
-for image in ${IMAGES:-gateway trainer sampler}; do
+for image in ${IMAGES:-gateway trainer sampler client}; do
   name=${REGISTRY:+$REGISTRY/}tandem-$image:$tag
   # shellcheck disable=SC2086  # several arguments
   docker build --file "deploy/$image.Dockerfile" --tag "$name" ${DOCKER_ARGS:-} \

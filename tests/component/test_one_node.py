@@ -54,10 +54,10 @@ def run(*command: str, cwd: Path = ROOT, status: int = 0) -> str:
 
 
 def images_of_overlay() -> set[str]:
-    (image,) = yaml.safe_load((ROOT / OVERLAY / "kustomization.yaml").read_text())["images"]
+    images = yaml.safe_load((ROOT / OVERLAY / "kustomization.yaml").read_text())["images"]
     lines = (ROOT / OVERLAY / "settings.env").read_text().splitlines()
     workers = [line.partition("=")[2] for line in lines if "_IMAGE=" in line]
-    return {f"{image['newName']}:{image['newTag']}", *workers}
+    return {*(f"{image['newName']}:{image['newTag']}" for image in images), *workers}
 
 
 def made(calls: Path, what: str) -> list[list[str]]:
@@ -103,7 +103,8 @@ def test_images_are_built_for_the_overlay_and_loaded_into_the_node(commands, rec
 def test_images_for_a_registry_are_pushed_with_their_tag(recorded):
     run("make", "images", "REGISTRY=registry.example.org", "TAG=0.1.0", "BUILD=gpu")
     names = {
-        f"registry.example.org/tandem-{each}:0.1.0" for each in ("gateway", "trainer", "sampler")
+        f"registry.example.org/tandem-{each}:0.1.0"
+        for each in ("gateway", "trainer", "sampler", "client")
     }
     assert {each[2] for each in made(recorded, "docker push")} == names
     for each in made(recorded, "docker build"):

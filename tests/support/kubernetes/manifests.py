@@ -80,7 +80,7 @@ def render_overlay(name: str, folder: Path, *, component: str = "") -> Rendered:
     file = overlay / "kustomization.yaml"
     content = yaml.safe_load(file.read_text())
     if component:
-        content["components"] = [*content["components"], f"../../components/{component}"]
+        content["components"] = [*content.get("components", []), f"../../components/{component}"]
         file.write_text(yaml.safe_dump(content))
     for generator in content["secretGenerator"]:
         for entry in generator["files"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import PurePosixPath
 
@@ -47,6 +48,9 @@ def overlays(tmp_path_factory) -> dict[str, Rendered]:
     folder = tmp_path_factory.mktemp("playground")
     return {
         "with a playground": render_overlay("cpu-dev", folder, component="playground"),
+        "gpu-nfs with a playground": render_overlay(
+            "gpu-nfs", tmp_path_factory.mktemp("gpu-nfs-playground"), component="playground"
+        ),
         "with people": render_overlay(
             "cpu-dev", tmp_path_factory.mktemp("people"), component="people"
         ),
@@ -133,6 +137,18 @@ def test_every_container_says_what_it_needs_and_what_it_may_have(stack):
             assert bounds.keys() == {"memory", "ephemeral-storage"}, name
         for volume in pod["spec"]["volumes"]:
             assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], name
+
+
+@pytest.mark.parametrize("name", ["with a playground", "gpu-nfs with a playground"])
+def test_pods_run_every_built_image_and_no_other_of_one_registry_and_tag(overlays, name):
+    script = (K8S.parent / "scripts" / "images.sh").read_text()
+    (built,) = re.findall(r"\$\{IMAGES:-([a-z ]+)\}", script)
+    stack = overlays[name]
+    pods = [*pods_of(stack.objects).values(), *worker_pods(stack.settings).values()]
+    images = {container["image"] for pod in pods for container in containers(pod)}
+    ours = {image for image in images if "@sha256:" not in image}
+    ((prefix, tag),) = {(image.partition("tandem-")[0], image.rpartition(":")[2]) for image in ours}
+    assert ours == {f"{prefix}tandem-{each}:{tag}" for each in built.split()}
 
 
 def test_what_pods_mount_and_name_is_there(stack):
