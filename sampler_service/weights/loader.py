@@ -4,7 +4,8 @@ While the engine samples (`read_ahead`), a thread checks the manifest, its check
 shapes and dtypes of all tensors. After the load come four checks:
 
 1. Every parameter has a value.
-2. The engine holds exactly the numbers of the files (`sums`).
+2. The engine holds exactly the trainer's numbers, by the manifest's `sums`. A folder without sums
+   of the engine's dtype is summed here.
 3. The prefix cache is empty.
 4. The engine's logprobs equal the trainer's at publication (the canary).
 
@@ -137,9 +138,8 @@ class Loader:
             raise LoadFailed(f"it is in {handoff.dtype}, and the engine in {self._facts.dtype}")
         manifest = self._check(version, lambda: None)
         assert manifest is not None
-        sums = sums_of(
-            (each.name, each.sum) for each in handoff.tensors if each.name in self._expected
-        )
+        if (sums := self._published_sums(manifest)) is None:
+            raise LoadFailed("its manifest has no sums, which prove a load")
         return Verified(version, manifest.canary, sums, bytes=manifest.bytes)
 
     def _read_files(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
@@ -184,12 +184,11 @@ class Loader:
     def _read(
         self, directory: Path, manifest: Manifest | None, go_on: Callable[[], None]
     ) -> WeightSums | None:
-        """Read all tensors of a version with verified files, and apply a delta's patches.
-
-        Returns their sums, or None if the engine's cannot be compared."""
-        adds_up = self._adds_up
-        if not adds_up and not (manifest and manifest.delta_of):
-            return None
+        """Return the sums of a version with verified files, or None if the engine's cannot be
+        compared. All tensors of a delta are read, to verify its patches."""
+        adds_up, published = self._adds_up, self._published_sums(manifest)
+        if (published or not adds_up) and not (manifest and manifest.delta_of):
+            return published if adds_up else None
 
         def read(file: WeightsFile) -> WeightSums:
             if self._threads > 1:
@@ -199,7 +198,12 @@ class Loader:
             return self._sums_of(verified_tensors(file, manifest, go_on), go_on)
 
         sums = added_up(in_threads(read, weights_files(directory), threads=self._threads))
-        return sums if adds_up else None
+        return (published or sums) if adds_up else None
+
+    def _published_sums(self, manifest: Manifest | None) -> WeightSums | None:
+        if manifest is None or manifest.dtype != self._facts.dtype or not manifest.sums:
+            return None
+        return sums_of((name, s) for name, s in manifest.sums.items() if name in self._expected)
 
     def _sums_of(
         self, tensors: Iterable[tuple[str, torch.Tensor]], go_on: Callable[[], None]

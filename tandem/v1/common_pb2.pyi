@@ -135,14 +135,11 @@ class Handoff(google.protobuf.message.Message):
         DTYPE_FIELD_NUMBER: builtins.int
         SHAPE_FIELD_NUMBER: builtins.int
         OFFSET_FIELD_NUMBER: builtins.int
-        SUM_FIELD_NUMBER: builtins.int
         name: builtins.str
         dtype: builtins.str
         """In safetensors' notation, such as "BF16"."""
         offset: builtins.int
         """In bytes."""
-        sum: builtins.int
-        """The sum of its numbers (tandem/weights/sums.py). 0 if they are integers."""
         @property
         def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
         def __init__(
@@ -152,9 +149,8 @@ class Handoff(google.protobuf.message.Message):
             dtype: builtins.str = ...,
             shape: collections.abc.Iterable[builtins.int] | None = ...,
             offset: builtins.int = ...,
-            sum: builtins.int = ...,
         ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset", b"offset", "shape", b"shape", "sum", b"sum"]) -> None: ...
+        def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "name", b"name", "offset", b"offset", "shape", b"shape"]) -> None: ...
 
     @typing.final
     class HostMemory(google.protobuf.message.Message):

@@ -39,11 +39,14 @@ class Canary(BaseModel):
 class Manifest(BaseModel):
     """Example: `{"format": 1, "version": "s-ab12:train:0/v000003-9f2c41d0", "run_id":
     "s-ab12:train:0", "step": 48, "parent": "s-ab12:train:0/v000002-…", "dtype": "float32",
-    "tensors": 46, "files": [{"name": "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
+    "tensors": 46, "sums": {"model.norm.weight": 8151…, …}, "files": [{"name":
+    "model-00001-of-00001.safetensors", …}], "canary": {…}}`.
 
-    `parent` is the previous version, `operation` the request_id of the publishing operation. A
-    delta names its whole base version in `delta_of`, and its patches in `patches`, such as
-    "model.safetensors.patch". Its `files` are the patched results, which are not in the folder."""
+    `sums` has the sum (`tandem.weights.sums`) of each floating tensor in `dtype`, taken from the
+    trainer's memory. Adapters and older versions have none. `parent` is the previous version,
+    `operation` the request_id of the publishing operation. A delta names its whole base version in
+    `delta_of`, and its patches in `patches`, such as "model.safetensors.patch". Its `files` are the
+    patched results, which are not in the folder."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -56,6 +59,7 @@ class Manifest(BaseModel):
     adapter: bool = False
     dtype: str
     tensors: int
+    sums: dict[str, int] = {}
     created: str
     files: list[FileEntry]
     canary: Canary | None = None

@@ -12,7 +12,7 @@ first converted to the engine's dtype. Different numbers have one sum with a pro
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,13 +49,49 @@ def sum_of(
     """Return the sum of the hashes of a tensor's numbers in this dtype.
 
     `name` tells whether it belongs to experts. `go_on` is called before each piece."""
+    return int(_sum_on_device(tensor, dtype, go_on, name=name)) & _MASK
+
+
+class TensorSums:
+    """The sums of tensors on their way to a file. A GPU's are read together, at the end."""
+
+    def __init__(self, dtype: str) -> None:
+        """`dtype` is such as "bfloat16"."""
+        self._dtype = dtype
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def summing(
+        self, tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        import torch
+
+        dtype = getattr(torch, self._dtype)
+        for name, tensor in tensors:
+            if tensor.is_floating_point():
+                self._sums[name] = _sum_on_device(tensor, dtype, name=name)
+            yield name, tensor
+
+    def by_tensor(self) -> dict[str, int]:
+        import torch
+
+        sums = torch.stack([*self._sums.values()]).tolist() if self._sums else []
+        return {name: value & _MASK for name, value in zip(self._sums, sums, strict=True)}
+
+
+def _sum_on_device(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    go_on: Callable[[], None] = lambda: None,
+    *,
+    name: str,
+) -> torch.Tensor:
+    """Return the sum as a signed number on the tensor's device, without waiting for it."""
     import torch
 
     width = 8 // dtype.itemsize
     words = tensor.dim() >= 2 and tensor.shape[-1] % width == 0 and ".experts." not in name
     values = tensor.detach().reshape(-1)
     piece = _VALUES_ON_CPU if values.device.type == "cpu" else _WORDS_ON_GPU * width
-    # On a GPU, it is read only at the end.
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     bits = torch.int64 if words else {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for start in range(0, values.numel(), piece):
@@ -65,7 +101,7 @@ def sum_of(
         hashed.mul_(_FACTOR)
         hashed.bitwise_xor_(hashed >> 32)
         total += hashed.sum()
-    return int(total) & _MASK
+    return total
 
 
 def sums_of(tensors: Iterable[tuple[str, int]]) -> WeightSums:

@@ -1,7 +1,6 @@
 """Keeps a version's weights in memory, too, for a sampler on the same device to copy.
 
-If there is no room, the log says why, and the sampler reads the files. The sampler compares
-checksums taken here, of the tensors in the files, with those of its loaded weights."""
+If there is no room, the log says why, and the sampler reads the files."""
 
 from __future__ import annotations
 
@@ -17,7 +16,6 @@ from tandem.agent.host import free_memory_bytes
 from tandem.errors import describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
-from tandem.weights.sums import sum_of
 from tandem.weights.tensors import STORED_TYPES
 from trainer_service.backends.base import TrainerBackend
 
@@ -50,7 +48,6 @@ def keep_copy(name: str, backend: TrainerBackend, *, held: int = 0) -> KeptCopy 
 class KeptCopy:
     def __init__(self, name: str, size: int, backend: TrainerBackend) -> None:
         self._message = common_pb2.Handoff(name=name, bytes=size, dtype=backend.dtype)
-        self._dtype = getattr(torch, backend.dtype)
         self._end = 0
         self._failure = ""
         self._deadline: threading.Timer | None = None
@@ -81,7 +78,6 @@ class KeptCopy:
             dtype=STORED_TYPES[str(tensor.dtype)],
             shape=tensor.shape,
             offset=self._end,
-            sum=sum_of(tensor, self._dtype, name=name) if tensor.is_floating_point() else 0,
         )
         self._end += _aligned(tensor.nbytes)
 

@@ -40,6 +40,7 @@ from tandem.weights.layout import (
 from tandem.weights.model_files import ties_head
 from tandem.weights.model_store import read_record
 from tandem.weights.store import fsync_path, sync_at_once, sync_name
+from tandem.weights.sums import TensorSums
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
@@ -177,6 +178,7 @@ class _Exported:
     files: list[tuple[HashedFile | PatchedFile, list[Export]]]
     opened: ExitStack
     progress: ByteCount
+    sums: TensorSums
     failed: OSError | None = None
 
 
@@ -185,7 +187,7 @@ def _export(
 ) -> _Exported:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
     backend, control = trainer.backend, trainer.control
-    base = None
+    base, sums = None, TensorSums(backend.dtype)
     if backend.training.lora:
         adapter = backend.export_adapter()
         tensors = iter(adapter.items())
@@ -198,11 +200,11 @@ def _export(
         owners = assign_owners(exports, ranks=control.size)
         files = name_files(exports, owners, ranks=control.size)[control.rank]
         units = {unit for unit, rank in owners.items() if rank == control.rank}
-        tensors = backend.export_weights(units)
+        tensors = sums.summing(backend.export_weights(units))
         if copy is not None:
             tensors = copy.copying(tensors)
         base = find_base(request.path, request.delta_of)
-    exported = _Exported([], ExitStack(), ByteCount())
+    exported = _Exported([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
             file = _new_file(partial.path / name, exports, base=base, progress=exported.progress)
@@ -233,8 +235,9 @@ def _make_durable(
             with_arguments(fsync_path, each) for each in others
         ]
         sync_at_once(with_arguments(synced, sync) for sync in syncs)
-    return [_report(file, exports) for file, exports in exported.files] + [
-        {**checksum_file(path).model_dump(), "patch": "", "tensors": "[]", "tensor_bytes": 0}
+    sums = exported.sums.by_tensor()
+    return [_report(file, exports, sums) for file, exports in exported.files] + [
+        {**checksum_file(path).model_dump(), "patch": "", "tensors": "{}", "tensor_bytes": 0}
         for path in others
     ]
 
@@ -268,12 +271,15 @@ def _new_file(
     return HashedFile(path, progress=progress)
 
 
-def _report(file: HashedFile | PatchedFile, exports: Sequence[Export]) -> dict[str, str | int]:
+def _report(
+    file: HashedFile | PatchedFile, exports: Sequence[Export], sums: Mapping[str, int]
+) -> dict[str, str | int]:
+    """`tensors` has the file's tensors with their sums, or null without one."""
     patch = file.patch_entry().model_dump_json() if isinstance(file, PatchedFile) else ""
     return {
         **file.entry().model_dump(),
         "patch": patch,
-        "tensors": json.dumps(sorted(export.name for export in exports)),
+        "tensors": json.dumps({each.name: sums.get(each.name) for each in exports}),
         "tensor_bytes": sum(export.bytes for export in exports),
     }
 
@@ -372,9 +378,12 @@ def _commit(
     patches = [
         FileEntry.model_validate_json(str(item["patch"])) for item in written if item["patch"]
     ]
-    weight_map = {
-        tensor: str(item["name"]) for item in written for tensor in json.loads(str(item["tensors"]))
-    }
+    weight_map, sums = {}, {}
+    for item in written:
+        for tensor, value in json.loads(str(item["tensors"])).items():
+            weight_map[tensor] = str(item["name"])
+            if value is not None:
+                sums[tensor] = value
     unsynced = []
     if len({*weight_map.values()}) > 1:
         total = sum(int(item["tensor_bytes"]) for item in written)
@@ -391,6 +400,7 @@ def _commit(
         adapter=lora is not None,
         dtype="float32" if lora else trainer.backend.dtype,
         tensors=len(weight_map),
+        sums=sums,
         created=datetime.now(UTC).isoformat(),
         files=entries,
         canary=canary,

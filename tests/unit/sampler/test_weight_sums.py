@@ -20,6 +20,7 @@ from tandem.errors import LoadFailed
 from tandem.v1 import common_pb2
 from tandem.weights import Manifest, checksum_file
 from tandem.weights.sums import (
+    TensorSums,
     block_of,
     differing,
     file_sums,
@@ -139,14 +140,17 @@ def write(directory: Path, *, seed: int) -> Path:
     return directory
 
 
-def write_version(directory: Path, *, seed: int) -> LoadableVersion:
+def write_version(directory: Path, *, seed: int, summed: bool = False) -> LoadableVersion:
     write(directory, seed=seed)
+    sums = TensorSums("bfloat16")
+    tensors = dict(sums.summing(read_tensors(directory)))
     manifest = Manifest(
         version="run/v1",
         run_id="run",
         step=1,
         dtype="bfloat16",
-        tensors=2,
+        tensors=len(tensors),
+        sums=sums.by_tensor() if summed else {},
         created="2026-01-01T00:00:00Z",
         files=[checksum_file(file) for file in sorted(directory.iterdir())],
     )
@@ -166,8 +170,32 @@ def engine_with(base: Path, **arguments: bool) -> HoldingEngine:
     return engine
 
 
-def test_a_version_whose_numbers_the_engine_holds_is_confirmed(tmp_path: Path):
-    base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
+@pytest.mark.parametrize("summed", [False, True])
+def test_a_version_whose_numbers_the_engine_holds_is_confirmed(tmp_path: Path, summed: bool):
+    """With sums in the manifest, or those of its files."""
+    base = write(tmp_path / "base", seed=1)
+    version = write_version(tmp_path / "v1", seed=2, summed=summed)
+    assert np.isnan(loaded(engine_with(base), base, version))
+
+
+def test_the_trainers_sums_count_and_not_the_files(tmp_path: Path):
+    """A file that is wrong with a right checksum does not prove itself."""
+    base = write(tmp_path / "base", seed=1)
+    version = write_version(tmp_path / "v1", seed=2, summed=True)
+    manifest = Manifest.model_validate_json((version.path / "manifest.json").read_bytes())
+    wrong = {**manifest.sums, "layers.0.k.weight": manifest.sums["layers.0.k.weight"] ^ 1}
+    manifest = manifest.model_copy(update={"sums": wrong})
+    (version.path / "manifest.json").write_text(manifest.model_dump_json())
+    with pytest.raises(WeightsTouched, match="does not hold these weights"):
+        loaded(engine_with(base), base, version)
+
+
+def test_sums_in_another_type_than_the_engines_are_taken_from_the_files(tmp_path: Path):
+    base = write(tmp_path / "base", seed=1)
+    version = write_version(tmp_path / "v1", seed=2, summed=True)
+    manifest = Manifest.model_validate_json((version.path / "manifest.json").read_bytes())
+    manifest = manifest.model_copy(update={"dtype": "float32", "sums": {"layers.0.k.weight": 1}})
+    (version.path / "manifest.json").write_text(manifest.model_dump_json())
     assert np.isnan(loaded(engine_with(base), base, version))
 
 
@@ -182,7 +210,8 @@ def test_a_version_is_refused_while_the_engine_keeps_keys_and_values_of_the_one_
 def test_files_are_read_where_a_stale_one_stands_in_the_way_of_what_is_handed_over(
     tmp_path: Path, monkeypatch
 ):
-    base, version = write(tmp_path / "base", seed=1), write_version(tmp_path / "v1", seed=2)
+    base = write(tmp_path / "base", seed=1)
+    version = write_version(tmp_path / "v1", seed=2)
     loader = Loader(engine_with(base), base=base, tolerance=0.5)
     answers = iter([OSError(errno.ESTALE, "Stale file handle"), False])
 

@@ -12,6 +12,7 @@ from sampler_service.weights.handoff import open_handoff
 from tandem.backends.memory import Available, MemoryPlan
 from tandem.errors import LoadFailed
 from tandem.v1 import common_pb2
+from tandem.weights import open_version
 from tandem.weights.sums import sum_of
 from tests.support.files import memory_files
 from tests.support.local_trainer import SPEC, make, publish
@@ -21,7 +22,7 @@ from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
 
 
-def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
+def test_the_copy_has_what_the_files_have_and_the_manifest_its_sums(models, tmp_path: Path):
     """Also for fused experts, which have other names in files than in the model."""
     import torch
 
@@ -32,8 +33,10 @@ def test_the_copy_has_what_the_files_have_with_its_sums(models, tmp_path: Path):
     assert copied.keys() == files.keys()
     for name, tensor in copied.items():
         np.testing.assert_array_equal(tensor.numpy(), files[name])
-    sums = {each.name: each.sum for each in reply.handoff.tensors}
-    assert sums == {name: sum_of(t, torch.float32, name=name) for name, t in copied.items()}
+    manifest = open_version(tmp_path / "v1")
+    assert manifest.sums == {
+        name: sum_of(t, torch.float32, name=name) for name, t in copied.items()
+    }
     trainer.release()
 
 
@@ -117,7 +120,7 @@ def test_nothing_is_kept_that_was_not_asked_for_or_has_no_room(models, tmp_path,
         patched.setattr(kept, "free_memory_bytes", lambda: 1000)
         assert not publish(trainer, tmp_path / "v2", handoff=True).HasField("handoff")
     with monkeypatch.context() as patched:
-        patched.setattr(kept, "sum_of", _out_of_memory)
+        patched.setattr(kept.KeptCopy, "_copy", _out_of_memory)
         assert not publish(trainer, tmp_path / "v3", handoff=True).HasField("handoff")
     adapters = make(models["qwen3"], SPEC)
     assert not publish(adapters, tmp_path / "v4", handoff=True).HasField("handoff")
@@ -163,5 +166,5 @@ def test_its_message_survives_the_way_to_an_engine_in_its_own_process():
     assert pickle.loads(pickle.dumps(message)) == message
 
 
-def _out_of_memory(*_: object, **__: object) -> int:
+def _out_of_memory(*_: object) -> None:
     raise RuntimeError("out of memory")
