@@ -1,7 +1,9 @@
 """Grants: the keys of people who signed in at a provider of OpenID Connect.
 
 A grant is a key whose secret nobody has, with the role and the hours of the first fitting rule. A
-page session is one of its key, so `tandem keys revoke` ends both."""
+page session is one of its key, so `tandem keys revoke` ends both. A person has one grant in all
+browsers: each sign-in changes its role, or ends it and gives another owner's. A person without a
+rule loses it."""
 
 from __future__ import annotations
 
@@ -29,6 +31,9 @@ async def grant_access(
     groups = groups if isinstance(groups, list) else [groups]
     rule = next((r for who, r in settings.rules.items() if _fits(who, email, groups)), None)
     shown = email or "an account without a confirmed e-mail address"
+    person = sha256(f"{settings.issuer} {claims['sub']}".encode()).hexdigest()[:40]
+    if rule is None or not (rule.owner or _ADDRESS.fullmatch(email)):
+        await keys.end_grants(person)
     if rule is None:
         raise PermissionDenied(
             f"no rule lets {shown} sign in here; ask an admin of this gateway for one (TANDEM_OIDC)"
@@ -38,9 +43,8 @@ async def grant_access(
             f"no owner can be named after {shown}; ask an admin of this gateway for a rule with an "
             "owner"
         )
-    subject = f"{settings.issuer} {claims['sub']}"
     key = await keys.grant(
-        sha256(subject.encode()).hexdigest()[:40],
+        person,
         owner=rule.owner or email,
         named=rule.owner is not None,
         role=rule.role,

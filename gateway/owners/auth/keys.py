@@ -147,12 +147,14 @@ class KeyStore:
         self, person: str, *, owner: str, named: bool, role: Role, seconds: float
     ) -> Key:
         """Return the person's grant, valid for `seconds` from now: an earlier one of the owner, or
-        a new key whose secret nobody has.
+        a new key whose secret nobody has. It ends the person's grants of other owners, even if it
+        raises. So all browsers of the person have one owner and one role.
 
         Raises `PermissionDenied` if the person's grant was revoked and would still be valid, or if
         the owner has keys and neither the person has one of them nor a rule has `named` it."""
         name = f"{GRANT_PREFIX}{person}"
         async with self._granting:
+            await self._end_grants(name, except_of=owner)
             now = self._clock()
             mine = [key for key in self._keys.values() if key.name == name]
             if any(key.revoked_at is not None and (key.expires_at or 0) > now for key in mine):
@@ -181,6 +183,26 @@ class KeyStore:
             await self._database.write(insert(keys), _row(key), durable=True)
             self._keys[key.id] = key
             return key
+
+    async def end_grants(self, person: str) -> None:
+        """End the person's grants now. A later sign-in can give a new one."""
+        async with self._granting:
+            await self._end_grants(f"{GRANT_PREFIX}{person}")
+
+    async def _end_grants(self, name: str, *, except_of: str | None = None) -> None:
+        now = self._clock()
+        ended = [
+            key
+            for key in self._keys.values()
+            if key.name == name and key.owner != except_of and self.ended(key) is None
+        ]
+        for key in ended:
+            key.expires_at = now
+        if ended:
+            these = keys.c.id.in_([key.id for key in ended])
+            await self._database.write(
+                update(keys).where(these).values(expires_at=now), durable=True
+            )
 
     async def revoke(self, key_id: str) -> Key:
         """Revoke the key and its tokens at once. Idempotent. Raises `UnknownKey`, or
