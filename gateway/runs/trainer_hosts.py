@@ -13,8 +13,8 @@ from gateway.runs.run import Run
 from gateway.runs.trainer_host import HostedRun, TrainerHost
 from gateway.sampling.replicas import ReplicaRange
 from gateway.sampling.router import SamplerRouter
-from gateway.workers.request_maker import RequestMaker, sampler_of
-from gateway.workers.requests import WorkerRequest
+from gateway.workers.request_maker import RequestMaker
+from gateway.workers.requests import WorkerRequest, sampler_of
 from gateway.workers.run_options import is_kept_apart
 from gateway.workers.standing import is_place_free
 from gateway.workers.supervisor import Supervisor

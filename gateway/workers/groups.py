@@ -91,7 +91,8 @@ class WorkerGroup:
         return sharing in (None, Sharing.EXCLUSIVE, self.sharing)
 
     def sharing_of(self, request: WorkerRequest) -> Sharing:
-        return request.sharing or self.sharing
+        """Return how a worker here shares the devices. Its group may have another sharing now."""
+        return (self.offers(request.sharing) and request.sharing) or self.sharing
 
     def suits(self, request: WorkerRequest) -> bool:
         """Whether the request allows this group, and the group has a device for each rank.

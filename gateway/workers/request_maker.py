@@ -26,11 +26,6 @@ def engine_key(sampler: str, number: int) -> str:
     return f"{sampler}#{number}" if number else sampler
 
 
-def sampler_of(key: str) -> str:
-    """Return the key of the sampler of the engine with this key."""
-    return key.partition("#")[0]
-
-
 @dataclass(frozen=True, kw_only=True)
 class RequestMaker:
     """Makes requests for workers. `groups` returns the groups of the gateway. `prepare` is the

@@ -11,6 +11,11 @@ from tandem.settings.sharing import Sharing
 Kind = Literal["trainer", "engine", "job"]
 
 
+def sampler_of(key: str) -> str:
+    """Return the key of the sampler of the engine with this key."""
+    return key.partition("#")[0]
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerRequest:
     """A request for one worker.
@@ -40,8 +45,9 @@ class WorkerRequest:
 
     @property
     def run_name(self) -> str:
-        """The name that a run's trainer and its engines have in common."""
-        return self.sampler or self.key
+        """The name that a run's trainer and its engines have in common. Earlier gateways stored
+        trainers without `sampler`."""
+        return self.sampler or sampler_of((*self.together, self.key)[0])
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

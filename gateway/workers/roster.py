@@ -85,12 +85,13 @@ class Roster:
             self._add_share(owner, seconds)
 
     def _in_todays_groups(self, row: WorkerRow) -> WorkerRow:
-        """Return a row that leaves its group if the group is gone or does not suit it."""
+        """Return a row that leaves its group if the group is gone or does not suit it. It stays if
+        only the group's sharing has changed."""
         if not row.group:
             return row
         if row.group not in self.groups:  # until nothing of its workers is left
             self.groups[row.group] = WorkerGroup(name=row.group, kinds=frozenset(), drained=True)
-        suits = self.groups[row.group].suits(row.request)
+        suits = self.groups[row.group].suits(replace(row.request, sharing=None))
         return row if suits or row.ends_as == "gone" else replace(row, ends_as="waiting")
 
     def next_token(self) -> int:

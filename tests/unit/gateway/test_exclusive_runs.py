@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gateway.workers.placing import why_no_place
+from gateway.workers.placing import find_groups, why_no_place
 from gateway.workers.requests import WorkerRequest
 from tandem.errors import InvalidRequest
 from tandem.settings.sharing import Sharing
@@ -90,6 +90,33 @@ def test_a_request_of_an_earlier_gateway_asks_for_no_sharing():
     assert WorkerRequest.from_json(stored).sharing is None
     exclusive = replace(request, sharing=Sharing.EXCLUSIVE)
     assert WorkerRequest.from_json(exclusive.to_json()).sharing is Sharing.EXCLUSIVE
+
+
+async def test_a_queued_run_of_an_earlier_gateway_gets_a_group_that_is_declared_exclusive():
+    trainer = row("t", together=("s#0", "s#1"))
+    engines = [row(f"s#{n}", kind="engine", sampler="s") for n in range(2)]
+    found = overview(trainer, *engines, groups=(worker_group(sharing=Sharing.EXCLUSIVE, awake=0),))
+    assert isinstance(find_groups(found, [trainer, *engines]), tuple)
+
+
+@pytest.mark.parametrize("now", [Sharing.EXCLUSIVE, Sharing.MPS])
+async def test_a_run_stays_on_its_group_when_the_group_shares_otherwise_from_a_restart_on(now):
+    world = await PlacesWorld(GROUP).open()
+    there = await (await world.run(sharing="time_slice").ask()).granted()
+    keys = world.keys(GROUP)
+    world.groups = (replace(GROUP, sharing=now),)
+    await world.open()
+    await quiet()
+    rows = world.supervisor.roster.rows
+    assert world.keys(GROUP) == keys and len(keys) == 2
+    assert {rows[key].ends_as for key in keys} == {"placed"}
+    assert world.groups[0].sharing_of(there.row.request) == now
+    later = await world.run().ask()
+    assert later.has == (now == Sharing.MPS)
+    there.end()
+    await quiet()
+    await later.granted()
+    world.supervisor.raise_fault()
 
 
 @pytest.mark.parametrize("seed", range(20))
