@@ -196,7 +196,7 @@ def options_of(
         )
     trains = training is not None
     trainers = _check_groups(options, groups, lambda name: _PREFIX + name, trains=trains)
-    if is_kept_apart(options, groups):
+    if is_kept_apart(options, groups, trains=trains):
         options = options.model_copy(update={"share": "never"})
     if training is None:
         return options
@@ -232,10 +232,19 @@ def sampled_on_cpu(options: RunOptions, groups: Sequence[WorkerGroup]) -> bool:
     return all(group.on_host and not group.pool for group in found)
 
 
-def is_kept_apart(options: RunOptions, groups: Sequence[WorkerGroup]) -> bool:
+def is_kept_apart(
+    options: RunOptions, groups: Sequence[WorkerGroup], *, trains: bool = True
+) -> bool:
     """Whether a run may get a group to itself, so that it shares no trainer and no engine."""
-    asked = {options.sharing} if options.sharing else {group.sharing for group in groups}
-    return Sharing.EXCLUSIVE in asked
+    allowed: dict[Kind, str] = {"trainer": options.group} if trains else {}
+    if options.sampler or not trains:
+        allowed["engine"] = options.sampler_group
+    found = [
+        group.sharing
+        for group in groups
+        if any(kind in group.kinds and group.is_meant_by(name) for kind, name in allowed.items())
+    ]
+    return Sharing.EXCLUSIVE in ([options.sharing] if options.sharing else found)
 
 
 # --- Values ---------------------------------------------------------------------------------------

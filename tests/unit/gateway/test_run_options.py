@@ -208,6 +208,20 @@ def test_a_run_that_may_have_its_group_to_itself_shares_no_trainer_and_no_engine
     assert asked({"tandem.sharing": "time_slice"}, groups=declared).share == "when_full"
 
 
+def test_an_exclusive_group_does_not_keep_runs_on_other_groups_apart():
+    own, (train, sample) = Sharing.EXCLUSIVE, GROUPS
+    declared = (*GROUPS, replace(train, name="x", sharing=own))
+    always = {"tandem.share": "always", "tandem.group": "train"}
+    assert asked(always, groups=declared).share == "always"
+    assert asked(None, {"tandem.share": "always"}, groups=declared, training=None).share == "always"
+    sampled = (*GROUPS, replace(sample, name="y", sharing=own))
+    assert asked(always, groups=sampled).share == "never", "its engine may get y"
+    for other in ({"tandem.sampler_group": "sample"}, {"tandem.sampler": "none"}):
+        assert asked(always | other, groups=sampled).share == "always"
+    alone = {"tandem.sampler": "none"}  # of a session that samples all the same
+    assert asked(None, alone, groups=sampled, training=None).share == "never"
+
+
 def test_more_ranks_than_any_group_has_devices_are_refused_with_the_groups():
     with pytest.raises(InvalidRequest, match=r"4 ranks .*there is: train \(2 devices\)"):
         asked({"tandem.ranks": "4"})
