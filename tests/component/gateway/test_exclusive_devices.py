@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.gateway.requests import create_run, finish, why_waiting
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
@@ -21,37 +22,16 @@ def start(tmp_path):
     return started
 
 
-def create(client, session_id: str, number: int = 0, **metadata: str):
-    body = {
-        "session_id": session_id,
-        "model_seq_id": number,
-        "base_model": "tiny:full",
-        "user_metadata": {f"tandem.{name}": value for name, value in metadata.items()},
-    }
-    return client.post("/api/v1/create_model", json=body)
-
-
-def finish(client, session_id: str) -> None:
-    body = {"reason": {"type": "success"}}
-    assert client.post(f"/api/v1/sessions/{session_id}/finish", json=body).is_success
-
-
-def why(client, request_id: str) -> str:
-    answer = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
-    assert answer.status_code == 408, answer.text
-    return answer.json()["queue_state_reason"]
-
-
 def test_an_exclusive_run_is_alone_on_its_group_also_after_a_restart(start):
     with start() as gate, gate.http() as client:
         first, second = gate.session_id(), gate.session_id()
-        told = create(client, first, sharing="exclusive").json()
+        told = create_run(client, first, sharing="exclusive").json()
         gate.retrieve(told["request_id"])
         assert {spec.sharing for spec in gate.launcher.specs} == {"exclusive"}
-        waiting = create(client, second).json()["request_id"]
+        waiting = create_run(client, second).json()["request_id"]
         wait_until(gate.waiting_for_places)
         alone = "a run has group gpu to itself (tandem.sharing exclusive)"
-        assert alone in why(client, waiting)
+        assert alone in why_waiting(client, waiting)
         there = gate.placed()
         assert len(there) == 2 and all(key.startswith(first) for key in there)
     with start() as gate, gate.http() as client:
@@ -59,7 +39,7 @@ def test_an_exclusive_run_is_alone_on_its_group_also_after_a_restart(start):
         for session in (first, second):
             client.post("/api/v1/session_heartbeat", json={"session_id": session})
         wait_until(gate.waiting_for_places)
-        assert alone in why(client, waiting)
+        assert alone in why_waiting(client, waiting)
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200
         assert all(key.startswith(second) for key in gate.placed())
@@ -70,7 +50,7 @@ def test_two_exclusive_runs_of_one_session_have_groups_and_engines_of_their_own(
         session = gate.session_id()
         for number, group in enumerate(("gpu", "own")):
             where = {"group": group, "sampler_group": group}
-            told = create(client, session, number, sharing="exclusive", **where).json()
+            told = create_run(client, session, number, sharing="exclusive", **where).json()
             assert gate.retrieve(told["request_id"]).status_code == 200
         there = gate.placed()
         trainers = [f"{session}:train:{number}" for number in range(2)]
@@ -78,14 +58,14 @@ def test_two_exclusive_runs_of_one_session_have_groups_and_engines_of_their_own(
         for trainer, engine in zip(trainers, engines, strict=True):
             assert there.pop(trainer) == there.pop(engine)
         assert there == {}
-        third = create(client, session, 2).json()["request_id"]
+        third = create_run(client, session, 2).json()["request_id"]
         wait_until(gate.waiting_for_places)
-        assert "to itself" in why(client, third)
+        assert "to itself" in why_waiting(client, third)
 
 
 def test_a_way_to_share_that_no_group_offers_is_refused(start):
     with start() as gate, gate.http() as client:
-        refused = create(client, gate.session_id(), sharing="mps")
+        refused = create_run(client, gate.session_id(), sharing="mps")
         assert refused.status_code == 400
         told = refused.json()
         assert told["type"] == "invalid_request"
@@ -97,9 +77,9 @@ def test_a_way_to_share_that_no_group_offers_is_refused(start):
 def test_each_run_is_alone_on_a_group_that_is_declared_exclusive(start):
     with start(groups=[TURNS[0] | {"sharing": "exclusive"}]) as gate, gate.http() as client:
         session = gate.session_id()
-        run = create(client, session).json()
+        run = create_run(client, session).json()
         gate.retrieve(run["request_id"])
-        waiting = create(client, session, 1).json()["request_id"]
+        waiting = create_run(client, session, 1).json()["request_id"]
         wait_until(gate.waiting_for_places)
-        assert "to itself" in why(client, waiting)
+        assert "to itself" in why_waiting(client, waiting)
         assert set(gate.placed()) == {run["model_id"], f"{session}/tiny/0"}

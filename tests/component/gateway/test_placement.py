@@ -19,6 +19,7 @@ from tandem.errors import InvalidRequest
 from tandem.protocol.worker import Layout
 from tandem.settings.cluster import ClaimPoolSettings
 from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.requests import create_run, finish, retrieve_future, why_waiting
 from tests.support.gateway.running import running_gateway, settings_for
 from tests.support.model_files import write_weights
 from tests.support.waiting import PATIENCE, wait_until
@@ -45,25 +46,6 @@ def start(tmp_path):
     return started
 
 
-def create(client, session_id: str, number: int = 0, **metadata: str):
-    body = {
-        "session_id": session_id,
-        "model_seq_id": number,
-        "base_model": "tiny:full",
-        "user_metadata": {f"tandem.{name}": value for name, value in metadata.items()},
-    }
-    return client.post("/api/v1/create_model", json=body)
-
-
-def asked(client, request_id: str):
-    return client.post("/api/v1/retrieve_future", json={"request_id": request_id})
-
-
-def finish(client, session_id: str) -> None:
-    body = {"reason": {"type": "success"}}
-    assert client.post(f"/api/v1/sessions/{session_id}/finish", json=body).is_success
-
-
 def trainers(gate) -> list[str]:
     return [spec.session_id for spec in gate.launcher.specs if spec.kind == "trainer"]
 
@@ -76,20 +58,18 @@ def test_a_run_waits_for_its_place_tells_its_position_and_starts_when_another_se
     with start() as gate, gate.http() as client:
         first, second, third = (gate.session_id() for _ in range(3))
         gate.run_id(first)
-        waiting = create(client, second).json()["request_id"]
-        later = create(client, third).json()["request_id"]
-        answer = asked(client, waiting)
-        assert answer.status_code == 408
-        assert answer.json()["queue_state"] == "paused_capacity"
-        assert answer.json()["queue_state_reason"].startswith(
+        waiting = create_run(client, second).json()["request_id"]
+        later = create_run(client, third).json()["request_id"]
+        assert retrieve_future(client, waiting).json()["queue_state"] == "paused_capacity"
+        assert why_waiting(client, waiting).startswith(
             "1st in the queue for a place on group train and a place on group sample: "
             "1 workers are there (TANDEM_GROUPS workers)"
         )
-        assert asked(client, later).json()["queue_state_reason"].startswith("2nd in the queue")
+        assert why_waiting(client, later).startswith("2nd in the queue")
         assert trainers(gate) == [first], "who waits has no worker"
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200
-        assert asked(client, later).json()["queue_state_reason"].startswith("1st in the queue")
+        assert why_waiting(client, later).startswith("1st in the queue")
         assert trainers(gate) == [first, second]
         assert [spec.devices for spec in gate.launcher.specs] == [("cpu:0",)] * 2
 
@@ -113,7 +93,7 @@ def test_the_end_of_a_session_ends_its_waiting(start):
     with start() as gate, gate.http() as client:
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
-        waiting = create(client, second).json()["request_id"]
+        waiting = create_run(client, second).json()["request_id"]
         wait_until(gate.waiting_for_places)
         finish(client, second)
         assert gate.waiting_for_places() == []
@@ -128,14 +108,14 @@ def test_places_and_the_queue_survive_a_restart(start):
     with start() as gate, gate.http() as client:
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
-        waiting = create(client, second).json()["request_id"]
+        waiting = create_run(client, second).json()["request_id"]
         wait_until(gate.waiting_for_places)
     with start() as gate, gate.http() as client:
         assert keys(gate) == {run, f"{first}/tiny/0"}
         for session in (first, second):
             client.post("/api/v1/session_heartbeat", json={"session_id": session})
         wait_until(lambda: trainers(gate) == [first] and gate.waiting_for_places())
-        assert asked(client, waiting).json()["queue_state_reason"].startswith("1st in the queue")
+        assert why_waiting(client, waiting).startswith("1st in the queue")
         finish(client, first)
         assert gate.retrieve(waiting).status_code == 200
 
@@ -155,7 +135,7 @@ def test_what_a_run_asks_for_is_what_its_worker_is_started_with(start):
     with start() as gate, gate.http() as client:
         session = gate.session_id()
         asks = {"ranks": "2", "dtype": "bfloat16", "start_timeout": "900", "sampler": "none"}
-        gate.retrieve(create(client, session, **asks).json()["request_id"])
+        gate.retrieve(create_run(client, session, **asks).json()["request_id"])
         (spec,) = gate.launcher.specs
         assert (spec.devices, spec.start_timeout) == (("cpu:0", "cpu:1"), 900)
         assert (spec.trainer.ranks, spec.trainer.dtype) == (2, "bfloat16")
@@ -195,7 +175,7 @@ def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
                 ({"ranks": "2"}, "tiny cannot be on 2 ranks: it has 1 experts, and a rank without"),
             )
         ):
-            answer = create(client, session, number, **asks)
+            answer = create_run(client, session, number, **asks)
             assert (answer.status_code, answer.json()["type"]) == (400, "invalid_request")
             assert why in answer.json()["error"]
         assert gate.gateway.runs.all() == [] and keys(gate) == set()
@@ -203,21 +183,19 @@ def test_what_cannot_be_given_is_refused_at_once_with_the_reason(start):
 
 def test_a_session_asks_for_all_its_runs_and_is_refused_where_it_cannot(start):
     with start() as gate, gate.http() as client:
-        session = {"tags": [], "sdk_version": "test"}
-        wrong = session | {"user_metadata": {"tandem.ranks": "many"}}
+        wrong = {"tags": [], "sdk_version": "test", "user_metadata": {"tandem.ranks": "many"}}
         answer = client.post("/api/v1/create_session", json=wrong)
         assert answer.status_code == 400
         assert "user_metadata of the session: tandem.ranks is 'many'" in answer.json()["error"]
-        right = session | {"user_metadata": {"tandem.ranks": "2", "tandem.sampler": "none"}}
-        made = client.post("/api/v1/create_session", json=right).json()["session_id"]
-        gate.run_id(made)
+        right = {"tandem.ranks": "2", "tandem.sampler": "none"}
+        gate.run_id(gate.session_id(user_metadata=right))
         assert gate.launcher.specs[0].trainer.ranks == 2
 
 
 def test_the_states_and_the_layout_that_a_run_asks_for_are_part_of_what_it_trains(start):
     with start() as gate, gate.http() as client:
         asks = {"states": "bfloat16", "offload": "moments", "ranks": "2", "shards": "1"}
-        request = create(client, gate.session_id(), **asks).json()["request_id"]
+        request = create_run(client, gate.session_id(), **asks).json()["request_id"]
         assert gate.retrieve(request).status_code == 200
         (spec,) = [spec for spec in gate.launcher.specs if spec.kind == "trainer"]
         (run,) = gate.gateway.runs.all()
@@ -232,12 +210,11 @@ def test_a_priority_above_zero_is_for_administrators(start):
     with start() as gate, gate.http() as admin:
         key = admin.post("/api/tandem/v1/keys", json={"owner": "ann", "role": "member"}).json()
         with gate.http(key["key"]) as ann:
-            body = {"tags": [], "sdk_version": "test"}
-            session = ann.post("/api/v1/create_session", json=body).json()["session_id"]
-            refused = create(ann, session, priority="1")
+            session = gate.session_id(key["key"])
+            refused = create_run(ann, session, priority="1")
             assert (refused.status_code, refused.json()["type"]) == (403, "permission_denied")
-            assert create(ann, session, priority="-1").status_code == 200
-        assert create(admin, gate.session_id(), priority="1").status_code == 200
+            assert create_run(ann, session, priority="-1").status_code == 200
+        assert create_run(admin, gate.session_id(), priority="1").status_code == 200
 
 
 async def test_a_gateway_does_not_start_with_groups_that_the_host_cannot_have(tmp_path):
@@ -261,7 +238,7 @@ def test_the_status_says_why_a_run_has_no_place_and_the_groups_who_has_one(start
     with start() as gate, gate.http() as admin:
         first, second = gate.session_id(), gate.session_id()
         run = gate.run_id(first)
-        waiting = create(admin, second).json()["model_id"]
+        waiting = create_run(admin, second).json()["model_id"]
         wait_until(gate.waiting_for_places)
         status = admin.get("/api/tandem/v1/status").json()
         reasons = {each["id"]: each["reason"] for each in status["runs"]}
@@ -283,7 +260,7 @@ def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_pat
     with start(groups=[], claim_pools=pools, launcher=launcher) as gate, gate.http() as client:
         session = gate.session_id()
         (tmp_path / "tiny" / "model.safetensors").unlink()
-        refused = create(client, session)
+        refused = create_run(client, session)
         assert refused.status_code == 400
         assert "has no safetensors" in refused.text
         write_weights(tmp_path / "tiny", "weight", [1024, 1024])
@@ -293,11 +270,11 @@ def test_the_places_of_pods_count_what_they_request_of_their_node(start, tmp_pat
         assert (spec.group, spec.devices) == ("cpu-0", ())
         assert spec.host_memory == request.host_bytes > 4 * 2**20 * 7
         small = {"memory": "1GiB", "sampler_host_memory": "1GiB"}
-        large = create(client, session, 1, host_memory="15GiB", **small)
+        large = create_run(client, session, 1, host_memory="15GiB", **small)
         wait_until(lambda: len(gate.launcher.specs) == 2)
         assert gate.launcher.specs[1].group == "cpu-1"  # there is no room for it on the first
         assert gate.launcher.specs[1].host_memory == 15 * gib
         assert large.is_success
-        refused = create(client, session, 2, host_memory="17GiB")
+        refused = create_run(client, session, 2, host_memory="17GiB")
         assert refused.status_code == 400
         assert "it needs 17 GiB of its node's memory" in refused.text

@@ -26,6 +26,7 @@ from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.constants import changed
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_trainer import FakeTrainer
+from tests.support.gateway.requests import create_run, retrieve_future
 from tests.support.model_files import tensor_file
 from tests.support.postgres import url_for
 from tests.support.waiting import PATIENCE, until, wait_until
@@ -106,10 +107,11 @@ class Gate:
             -1
         ]
 
-    def session_id(self) -> str:
-        with self.http() as client:
-            answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
-            return answer.json()["session_id"]
+    def session_id(self, key: str = KEY, **about: object) -> str:
+        """Create a session of a key's owner, and return its id."""
+        body = {"tags": [], "sdk_version": "test"} | about
+        with self.http(key) as client:
+            return client.post("/api/v1/create_session", json=body).json()["session_id"]
 
     def age_sessions(self, seconds: float) -> None:
         """Make each session's last sign of life older."""
@@ -125,16 +127,9 @@ class Gate:
         rank: int = 0,
         **asks: str,
     ) -> str:
-        """Create a run that asks for these `tandem.…` names; return its id once it is there.
-
-        With a rank, it trains adapters of `tiny`."""
-        body = {"session_id": session_id, "model_seq_id": number, "base_model": model}
-        if rank:
-            body |= {"base_model": "tiny", "lora_config": {"rank": rank}}
-        if asks:
-            body["user_metadata"] = {f"tandem.{name}": value for name, value in asks.items()}
+        """Create a run as `create_run` does, and return its id once it is there."""
         with self.http() as client:
-            answer = client.post("/api/v1/create_model", json=body)
+            answer = create_run(client, session_id, number, model, rank=rank, **asks)
             assert answer.status_code == 200, answer.text
             self.retrieve(answer.json()["request_id"])
             return answer.json()["model_id"]
@@ -143,7 +138,7 @@ class Gate:
         with self.http() as client:
             deadline = time.monotonic() + PATIENCE
             while time.monotonic() < deadline:
-                answer = client.post("/api/v1/retrieve_future", json={"request_id": request_id})
+                answer = retrieve_future(client, request_id)
                 if answer.status_code != 408:
                     return answer
         raise AssertionError(f"{request_id} did not end")
