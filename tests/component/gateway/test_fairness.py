@@ -14,6 +14,7 @@ from gateway.runs.operations import AdamParams, OptimStep
 from gateway.storage.database import _MAX_BATCH, Database
 from gateway.storage.fair_queue import FairQueue, FairSemaphore
 from gateway.storage.tables import models
+from tests.support.gateway.requests import create_run
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
 from tests.support.waiting import until, wait_until
 
@@ -114,12 +115,10 @@ def test_a_single_operation_goes_within_one_round_of_a_flood(tmp_path):
 
 def _owner(gate, name: str) -> tuple[str, str, str]:
     _key, secret = gate.run(gate.gateway.keys.create(NewKey(owner=name, role="member")))
+    session_id = gate.session_id(secret)
     with gate.http(secret) as client:
-        answer = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
-        session_id = answer.json()["session_id"]
-        run = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny:full"}
-        run_id = client.post("/api/v1/create_model", json=run).json()["model_id"]
-        wait_until(lambda: gate.gateway.runs.get(run_id).state == "ready")
+        run_id = create_run(client, session_id).json()["model_id"]
+    wait_until(lambda: gate.gateway.runs.get(run_id).state == "ready")
     return name, session_id, run_id
 
 

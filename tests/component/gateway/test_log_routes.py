@@ -26,9 +26,7 @@ def owners(gate: Gate) -> dict[str, tuple[str, str]]:
     found = {}
     for number, owner in enumerate(("ann", "ben")):
         key = gate.run(gate.gateway.keys.create(NewKey(owner=owner, role="member")))[1]
-        with gate.http(key) as client:
-            body = {"tags": [], "sdk_version": "test"}
-            session = client.post("/api/v1/create_session", json=body).json()["session_id"]
+        session = gate.session_id(key)
         found[owner] = (key, session)
         folder, run = gate.settings.data_dir / "logs", f"{session}:train:0"
         path = str(gate.settings.data_dir / "weights")

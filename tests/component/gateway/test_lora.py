@@ -129,8 +129,7 @@ def test_a_model_that_cannot_be_trained_is_refused_at_once_and_with_the_reason(g
 
 def test_a_run_belongs_to_its_sessions_owner_and_project(gate):
     with gate.http() as client:
-        body = {"tags": [], "sdk_version": "test", "project_id": "p-7"}
-        session_id = client.post("/api/v1/create_session", json=body).json()["session_id"]
+        session_id = gate.session_id(project_id="p-7")
         gate.retrieve(create(client, session_id).json()["request_id"])
         row = gate.run(
             gate.gateway.database.read_one(select(runs).where(runs.c.session_id == session_id))

@@ -11,7 +11,7 @@ from sqlalchemy import insert
 
 from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import NewKey
-from gateway.playground.trials import MOST_WAITING, Playground
+from gateway.playground.trials import MOST_WAITING, Trial
 from gateway.storage.tables import usage
 from tandem.settings.playground import PlaygroundSettings
 from tests.support.audit_log import audit_log
@@ -39,18 +39,17 @@ def trial(gate, trial_id: str) -> dict:
     return ask(gate, "GET", f"/trials/{trial_id}").json()
 
 
-async def caller_of(gate, owner: str) -> Caller:
-    """Return a new visitor."""
+async def start_trial(gate, owner: str) -> Trial:
+    """Start the trial of a new visitor."""
     key, _ = await gate.gateway.keys.create(NewKey(owner=owner, role="member"))
-    return Caller(owner=owner, key_id=key.id, role="member")
+    caller = Caller(owner=owner, key_id=key.id, role="member")
+    return await gate.gateway.playground.start_trial(caller, **ASKED, values={}, seed=0)
 
 
 def session_of(claim: ClaimedByTest) -> str:
     """Return a session that the program of a claim begins."""
-    about = {"project_id": claim.trial["id"], "user_metadata": claim.metadata}
-    with claim.gate.http(claim.key) as client:
-        body = {"tags": [], "sdk_version": "test", **about}
-        return client.post("/api/v1/create_session", json=body).json()["session_id"]
+    trial_id = claim.trial["id"]
+    return claim.gate.session_id(claim.key, project_id=trial_id, user_metadata=claim.metadata)
 
 
 def test_a_second_trial_of_an_owner_is_refused_with_its_place_in_the_queue(start):
@@ -251,9 +250,7 @@ def test_twenty_visitors_start_in_the_order_of_their_arrival(start, seed):
             for second in range(20 * 600):
                 clock.now = begin + second
                 while len(arrived) < 20 and arrivals[len(arrived)] <= second:
-                    visitor = await caller_of(gate, f"visitor-{len(arrived)}")
-                    trial = await playground.start_trial(visitor, **ASKED, values={}, seed=0)
-                    arrived.append(trial.id)
+                    arrived.append((await start_trial(gate, f"visitor-{len(arrived)}")).id)
                 while (claim := await playground.claim_trial()) is not None:
                     if claim.trial.id not in began:
                         began.append(claim.trial.id)
@@ -278,12 +275,10 @@ def test_twenty_visitors_start_in_the_order_of_their_arrival(start, seed):
 
 def test_a_full_queue_refuses_a_further_visitor(start):
     with start() as gate:
-        playground: Playground = gate.gateway.playground
 
         async def fill() -> None:
             for number in range(MOST_WAITING):
-                visitor = await caller_of(gate, f"visitor-{number}")
-                await playground.start_trial(visitor, **ASKED, values={}, seed=0)
+                await start_trial(gate, f"visitor-{number}")
 
         gate.run(fill())
         answer = ask(gate, "POST", "/trials", **ASKED)
@@ -347,8 +342,7 @@ def test_nobody_moves_a_session_from_or_into_the_project_of_a_trial(start):
                 moved = client.put(f"/api/v1/sessions/{session}/project", json=away)
                 body = {"tags": [], "sdk_version": "test", "project_id": mine}
                 begun = client.post("/api/v1/create_session", json=body)
-                body["project_id"] = "elsewhere"
-                own = client.post("/api/v1/create_session", json=body).json()["session_id"]
+                own = gate.session_id(secret, project_id="elsewhere")
                 into = client.put(f"/api/v1/sessions/{own}/project", json={"project_id": mine})
             for answer in (moved, begun, into):
                 assert answer.status_code == 403, answer.text

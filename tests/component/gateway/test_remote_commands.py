@@ -85,9 +85,7 @@ def test_an_experiment_is_managed_from_elsewhere(gate, tandem, key_of, training,
 
 def test_sessions_are_listed_and_ended_by_their_owner(gate, tandem, key_of):
     key = key_of("member")
-    with gate.http(key) as client:
-        body = {"tags": [], "sdk_version": "test", "display_name": "night shift"}
-        session = client.post("/api/v1/create_session", json=body).json()["session_id"]
+    session = gate.session_id(key, display_name="night shift")
     active = ("sessions", "list", "--state", "active")
     assert f"{session}  active" in tandem(*active, key=key)
     assert session in tandem(*active, "--all", "--name", "shift")

@@ -41,8 +41,7 @@ def record(gate: Gate, keys) -> Callable[..., str]:
 
     def make(name: str, rewards: list[float], **config: object) -> str:
         with gate.http(keys["ann"]) as client:
-            body = {"tags": [], "sdk_version": "test"}
-            session = client.post("/api/v1/create_session", json=body).json()["session_id"]
+            session = gate.session_id(keys["ann"])
             metadata = {"name": name, "tags": "grpo", "config": json.dumps(config)}
             model = {"session_id": session, "model_seq_id": 0, "base_model": "tiny:full"}
             made = client.post("/api/v1/create_model", json=model | {"user_metadata": metadata})

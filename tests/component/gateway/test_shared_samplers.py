@@ -33,9 +33,8 @@ class Evaluator:
 
     def __init__(self, gate, key: str = KEY) -> None:
         self.gate, self.key = gate, key
+        self.session = gate.session_id(key)
         with gate.http(key) as client:
-            session = {"tags": [], "sdk_version": "test"}
-            self.session = client.post("/api/v1/create_session", json=session).json()["session_id"]
             self.sampler = create_sampler(client, self.session).json()["sampling_session_id"]
 
     def sample(self, seq_id: int = 0, *, gate=None) -> int:

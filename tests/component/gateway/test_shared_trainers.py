@@ -132,10 +132,7 @@ def test_owners_share_no_trainer(start):
     with start() as gate:
         mine = Run.new(gate, rank=8)
         key = gate.run(gate.gateway.keys.create(NewKey(owner="ann", role="member")))[1]
-        with gate.http(key) as client:
-            new = {"tags": [], "sdk_version": "test"}
-            session = client.post("/api/v1/create_session", json=new).json()["session_id"]
-        theirs = gate.trainer_of(gate.run_id(session, rank=8))
+        theirs = gate.trainer_of(gate.run_id(gate.session_id(key), rank=8))
         assert theirs is not mine.trainer
 
 

@@ -74,10 +74,7 @@ def test_one_owners_budget_is_not_anothers(tmp_path):
     with running_gateway(tmp_path, session_ttl=600, limit=limit) as gate:
         with gate.http() as client:
             made = client.post("/api/tandem/v1/keys", json={"owner": "ann", "role": "member"})
-        own, others = gate.session_id(), None
-        with gate.http(made.json()["key"]) as client:
-            new = {"tags": [], "sdk_version": "test"}
-            others = client.post("/api/v1/create_session", json=new).json()["session_id"]
+        own, others = gate.session_id(), gate.session_id(made.json()["key"])
         with gate.http() as client:
             kept, many = gate.run_id(others), gate.run_id(own)
             for seq_id in range(1, 7):

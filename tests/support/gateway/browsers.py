@@ -45,9 +45,8 @@ def new_key(gate: Gate, role: Role = "member", owner: str = "ann") -> tuple[str,
 def new_run(gate: Gate, name: str = "", *, key: str = KEY, **metadata: str) -> str:
     """Create a run with a name and return its id."""
     with gate.http(key) as client:
-        session = client.post("/api/v1/create_session", json={"tags": [], "sdk_version": "test"})
         body = {
-            "session_id": session.json()["session_id"],
+            "session_id": gate.session_id(key),
             "model_seq_id": 0,
             "base_model": "tiny:full",
             "user_metadata": {"name": name, **metadata},
