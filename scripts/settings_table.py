@@ -1,20 +1,22 @@
-"""Write the settings of docs/operations.md from the classes of settings: `python -m
-scripts.settings_table`.
+"""Write the settings of docs/operations.md, and the ways to share devices of docs/sharing.md, from
+their classes: `python -m scripts.settings_table`.
 
-The lines between `<!-- settings -->` and `<!-- end -->` are replaced."""
+The lines between `<!-- settings -->` or `<!-- sharing -->` and `<!-- end -->` are replaced."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import get_args
 
 from pydantic.fields import FieldInfo
 
+from tandem.settings.sharing import Sharing
 from tandem.settings.variables import settings_by_name
 
 PAGE = Path(__file__).parents[1] / "docs" / "operations.md"
+SHARING_PAGE = PAGE.with_name("sharing.md")
 _SUBJECTS = {
     "Addresses, keys and logs": (
         "HOST PORT PUBLIC_URL API_KEY BOOTSTRAP_KEY_FILE TLS_DIR OIDC AGENTS LAUNCHER LOG_LEVEL"
@@ -41,17 +43,34 @@ _SUBJECTS = {
     "Kubernetes": "KUBERNETES_*",
 }
 """Names without TANDEM_. A star stands for any suffix."""
-_BLOCK = re.compile(r"(<!-- settings -->\n).*?(<!-- end -->)", re.DOTALL)
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"))
 
 
 def with_settings(page: str) -> str:
     """Return the page with the current settings. Raises `ValueError` for a setting without a
     sentence or a subject."""
-    return _BLOCK.sub(lambda found: found[1] + "\n".join(_lines()) + "\n" + found[2], page)
+    return _with_lines(page, "settings", _settings())
 
 
-def _lines() -> Iterator[str]:
+def with_sharing(page: str) -> str:
+    return _with_lines(page, "sharing", _ways_to_share())
+
+
+def _with_lines(page: str, name: str, lines: Iterable[str]) -> str:
+    block, text = rf"(<!-- {name} -->\n).*?(<!-- end -->)", "\n".join(lines)
+    return re.sub(block, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.DOTALL)
+
+
+def _ways_to_share() -> Iterator[str]:
+    yield "| value | meaning | strategy of the claim |"
+    yield "|---|---|---|"
+    for each in Sharing:
+        strategy = each.strategy(memory_bytes=1)
+        shown = f"`{strategy['strategy']}`" if strategy is not None else ""
+        yield f"| `{each}` | {each.meaning} | {shown} |"
+
+
+def _settings() -> Iterator[str]:
     left = dict(settings_by_name())
     for subject, names in _SUBJECTS.items():
         yield from ("", f"### {subject}", "", "| variable | default | meaning |")
@@ -95,3 +114,4 @@ def _default(name: str, field: FieldInfo) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(with_settings(PAGE.read_text()))
+    SHARING_PAGE.write_text(with_sharing(SHARING_PAGE.read_text()))
