@@ -22,13 +22,14 @@ Forger = Callable[[dict, object], str]
 
 
 class Provider:
-    """`forge` makes the ID token from its true claims and the provider's key, and `discovery`
-    replaces parts of the provider's description. `paths` are the paths of all requests, and
-    `forms` the requests for tokens."""
+    """`forge` makes the ID token from its true claims and the provider's key. `token` replaces
+    other parts of that answer, and `discovery` parts of the provider's description. `paths` are the
+    paths of all requests, and `forms` the requests for tokens."""
 
     def __init__(self, port: int = 0) -> None:
         self.forge: Forger | None = None
         self.discovery: dict[str, object] = {}
+        self.token: dict[str, object] = {}
         self.paths: list[str] = []
         self.forms: list[dict[str, str]] = []
         self.storage = None
@@ -71,7 +72,9 @@ class Provider:
             key = RSAKey.import_key(self.storage.jwk.as_dict(is_private=True))
             key.ensure_kid()
             claims = jwt.decode(said["id_token"], key, algorithms=["RS256"]).claims
-            response.set_data(flask.json.dumps({**said, "id_token": self.forge(claims, key)}))
+            response.set_data(
+                flask.json.dumps({**said, "id_token": self.forge(claims, key)} | self.token)
+            )
         elif "openid-configuration" in flask.request.path and self.discovery:
             response.set_data(flask.json.dumps({**said, **self.discovery}))
         return response

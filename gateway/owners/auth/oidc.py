@@ -10,6 +10,7 @@ import asyncio
 import secrets
 import ssl
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -36,6 +37,12 @@ _DEADLINE = 10.0
 """Seconds for all requests of one step to the provider."""
 _KEPT = 3600.0
 """Seconds for which discovery and keys are kept."""
+_RETRY_AFTER = 5.0
+"""Seconds until a failed discovery is repeated."""
+_MOST_EXCHANGES = 8
+"""Codes that are exchanged at once. Others wait until their deadline."""
+_MOST_USED = 4096
+"""Remembered states. The provider refuses the code of a forgotten one."""
 _LONGEST_NEXT = 300
 _ALGORITHMS = [
     *(f"{kind}{bits}" for kind in ("RS", "PS", "ES") for bits in (256, 384, 512)),
@@ -43,6 +50,10 @@ _ALGORITHMS = [
     "Ed25519",
 ]
 """Asymmetric ones only: with HS256, the public key or the client secret could sign."""
+_FAILURES = (
+    *(httpx2.HTTPError, httpx2.InvalidURL, AuthlibBaseError, JoseError, OSError, ValueError),
+    *(AttributeError, LookupError, TypeError),  # Authlib does not check the types in an answer
+)
 _LEEWAY = 60
 _SCOPE = "openid email profile"
 
@@ -113,17 +124,25 @@ class OidcProvider:
                     f"the client_secret_file of TANDEM_OIDC ({path}) cannot be read: "
                     f"{describe(error)}"
                 ) from error
+            if not self._secret:
+                raise InvalidRequest(
+                    f"the client_secret_file of TANDEM_OIDC ({path}) is empty; write the client's "
+                    "secret to it, or leave client_secret_file out for a public client"
+                )
         self._tls = ssl.create_default_context()
-        self._metadata: tuple[float, ProviderMetadata] | None = None
+        self._discovered: tuple[float, ProviderMetadata | str] = (0.0, "")
+        """The end of its validity, and the metadata or the message of a failure."""
+        self._discovering = asyncio.Lock()
         self._keys: tuple[float, KeySet] | None = None
-        self._used: dict[str, float] = {}
+        self._exchanges = asyncio.Semaphore(_MOST_EXCHANGES)
+        self._used = deque[str](maxlen=_MOST_USED)
 
     async def address_of(self, flow: SignInFlow, *, redirect_uri: str) -> str:
         """Return the address that asks the person. Raises `SignInFailed`."""
+        metadata = await self._discover()
         async with self._client() as client:
-            url = (await self._discover(client)).authorization_endpoint
             address, _ = client.create_authorization_url(
-                url,
+                metadata.authorization_endpoint,
                 state=flow.state,
                 nonce=flow.nonce,
                 code_verifier=flow.verifier,
@@ -134,14 +153,13 @@ class OidcProvider:
     async def claims_of(
         self, flow: SignInFlow, *, code: str, redirect_uri: str
     ) -> Mapping[str, Any]:
-        """Exchange the code, once for a flow, and return the verified claims of the person. Raises
-        `SignInFailed`, `PermissionDenied` for a wrong ID token, or `InvalidRequest`."""
-        now = self._clock()
-        self._used = {state: at for state, at in self._used.items() if at > now}
-        if flow.state in self._used:
-            raise InvalidRequest("this sign-in was used before; begin it again")
-        async with self._client() as client:
-            metadata = await self._discover(client)
+        """Exchange the code, with one try for a flow, and return the verified claims of the person.
+        Raises `SignInFailed`, `PermissionDenied` for a wrong ID token, or `InvalidRequest`."""
+        metadata = await self._discover()
+        async with self._client() as client, self._exchanges:
+            if flow.state in self._used:
+                raise InvalidRequest("this sign-in was used before; begin it again")
+            self._used.append(flow.state)
             try:
                 token = await client.fetch_token(
                     metadata.token_endpoint,
@@ -155,7 +173,6 @@ class OidcProvider:
                     f"the provider {self.host} has refused the sign-in ({str(error.error)[:80]}); "
                     "begin it again, and tell an admin of this gateway if that does not help"
                 ) from error
-            self._used[flow.state] = now + FLOW_SECONDS
             claims = await self._verified(client, token, nonce=flow.nonce)
             if "email" not in claims and metadata.userinfo_endpoint:
                 more = await _fetch(client, metadata.userinfo_endpoint, withhold_token=False)
@@ -210,31 +227,42 @@ class OidcProvider:
                 yield client
         except (PermissionDenied, InvalidRequest):
             raise
-        except (httpx2.HTTPError, httpx2.InvalidURL, JoseError, OSError, ValueError) as error:
+        except _FAILURES as error:
             why = describe(error).partition("\n")[0][:200]
             raise SignInFailed(
                 f"the provider {self.host} does not answer properly now ({why}); try again, or "
                 "sign in with an API key"
             ) from error
 
-    async def _discover(self, client: AsyncOAuth2Client) -> ProviderMetadata:
-        now = self._clock()
-        if self._metadata is None or self._metadata[0] <= now:
-            url = f"{self.settings.issuer.rstrip('/')}/.well-known/openid-configuration"
+    async def _discover(self) -> ProviderMetadata:
+        """Return the provider's metadata, which one request reads for all who wait. Raises
+        `SignInFailed`."""
+        async with self._discovering:
+            if self._discovered[0] <= self._clock():
+                try:
+                    self._discovered = (self._clock() + _KEPT, await self._read_metadata())
+                except SignInFailed as failure:
+                    self._discovered = (self._clock() + _RETRY_AFTER, failure.message)
+            found = self._discovered[1]
+        if isinstance(found, str):
+            raise SignInFailed(found)
+        return found
+
+    async def _read_metadata(self) -> ProviderMetadata:
+        url = f"{self.settings.issuer.rstrip('/')}/.well-known/openid-configuration"
+        async with self._client() as client:
             found = ProviderMetadata.model_validate(await _fetch(client, url))
             if found.issuer != self.settings.issuer:
                 raise ValueError(f"its issuer is {found.issuer[:200]}, not that of TANDEM_OIDC")
             addresses = [url for url in found.model_dump().values() if url]
             if not all(map(_is_safe, addresses)):
                 raise ValueError("it names an address without https")
-            self._metadata = (now + _KEPT, found)
-        return self._metadata[1]
+        return found
 
     async def _key_set(self, client: AsyncOAuth2Client) -> KeySet:
         now = self._clock()
         if self._keys is None or self._keys[0] <= now:
-            url = (await self._discover(client)).jwks_uri
-            answer = await _fetch(client, url)
+            answer = await _fetch(client, (await self._discover()).jwks_uri)
             try:
                 keys = KeySet.import_key_set(answer)
             except (LookupError, TypeError) as error:

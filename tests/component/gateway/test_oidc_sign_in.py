@@ -6,6 +6,7 @@ import base64
 import hashlib
 import hmac
 import json
+import os
 import re
 import socket
 import time
@@ -477,6 +478,10 @@ def test_a_public_client_names_itself_in_the_form(tmp_path, provider):
     [
         ({"issuer": "http://login.example.com"}, "must begin with https://"),
         ({"client_secret_file": Path("missing")}, "(missing) cannot be read"),
+        (
+            {"client_secret_file": Path(os.devnull)},
+            "(/dev/null) is empty; write the client's secret",
+        ),
     ],
 )
 def test_settings_that_cannot_work_end_the_start(provider, change, said):
