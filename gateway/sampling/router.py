@@ -351,12 +351,16 @@ class SamplerRouter:
             self._apart[key] = sharing
 
     async def release_unused(self, key: str) -> None:
-        """Note that no trainer keeps a sampler. Release its engines if it has no users."""
+        """Note that no trainer keeps a sampler. Release its engines if it has no users. Otherwise
+        they share their devices as their session says."""
         self._kept.discard(key)
+        sampler, apart = self._samplers.get(key), key in self._apart
         self._apart.pop(key, None)
-        if key not in self._samplers:
+        if sampler is None:
             held = self.supervisor.held_by(key)
             await asyncio.gather(*(self.supervisor.release(each, holder=key) for each in held))
+        elif apart:
+            self.supervisor.set_sharing(key, sampler.engine.options.sharing)
 
     def keys(self) -> set[str]:
         """Return the keys of all samplers."""

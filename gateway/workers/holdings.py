@@ -15,6 +15,7 @@ from gateway.workers.placing import find_groups
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.table import WorkerRow
 from tandem.errors import InvalidRequest, NoRoom, StorageFailed, WorkerDied
+from tandem.settings.sharing import Sharing
 
 _MAKING_ROOM = 30.0
 """Seconds of patience for the end of engines without calls."""
@@ -108,6 +109,13 @@ class Holdings:
                 others = [key for key in row.request.together if key not in held]
                 request = replace(row.request, together=(*others, *wanted))
                 self.roster.note(replace(row, request=request))
+
+    def set_sharing(self, holder: str, sharing: Sharing | None) -> None:
+        """Let others share the devices of a holder's engines in this way."""
+        for key in self.held_by(holder):
+            row = self.roster.rows[key]
+            self.roster.note(replace(row, request=replace(row.request, sharing=sharing)))
+        self.loop.poke()
 
     def _leaving_of(self, holder: str, keys: Sequence[str]) -> list[str]:
         """Return the keys of rows that the holder lets leave."""

@@ -12,7 +12,7 @@ from gateway.sampling import router
 from gateway.sampling.sampler import Sampler, SamplerKey
 from tandem.errors import LimitExceeded, Overloaded, SessionFinished
 from tandem.settings.sharing import Sharing
-from tests.support.gateway.sampler_world import World
+from tests.support.gateway.sampler_world import TURNS, World
 
 BOTH = [("s-1", "tiny", 0), ("s-2", "tiny", 0)]
 
@@ -196,6 +196,28 @@ def test_an_exclusive_run_has_an_engine_that_no_other_run_of_its_session_uses(wo
         assert asked == [None, alone, alone]
         await router.release_unused(keys[1])
         assert found[1].requests(1)[0].sharing is None
+
+    world.run(scenario())
+
+
+def test_others_share_the_group_of_an_exclusive_run_s_engine_after_the_run(tmp_path):
+    world = World(tmp_path, {}, groups=TURNS)
+
+    async def scenario():
+        await world.open()
+        router, rows = world.router, world.supervisor.roster.rows
+        kept = router.key_for(session_id="s-1", model_name="tiny", rank=0, apart=True)
+        router.keep(kept, sharing=Sharing.EXCLUSIVE, apart=True)
+        router.ensure(session_id="s-1", model=world.model, rank=0, kept=kept)
+        await world.sample("base")
+        assert rows[kept].request.sharing is Sharing.EXCLUSIVE
+        other = asyncio.create_task(world.sample("base", session_id="s-2"))
+        await asyncio.sleep(1)
+        assert "to itself" in world.supervisor.explain("s-2/tiny/0").reason
+        await router.release_unused(kept)
+        await other
+        assert {row.request.sharing for row in rows.values()} == {None}
+        assert [row.group for row in rows.values()] == ["one", "one"]
 
     world.run(scenario())
 
