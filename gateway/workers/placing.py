@@ -217,7 +217,7 @@ def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
         for each in there
     ):
         return f"another engine of the same sampler is on group {group.name}"
-    if fault := _why_not_beside(request, group, there):
+    if fault := _why_not_beside(row, group, there):
         return fault
     if len(there) >= group.workers > 0:
         setting = "TANDEM_CLAIM_POOLS" if group.pool else "TANDEM_GROUPS"
@@ -227,15 +227,22 @@ def why_no_place(overview: Overview, row: WorkerRow, group: WorkerGroup) -> str:
     return _why_not_in_host_memory(overview, request, group, there)
 
 
-def _why_not_beside(request: WorkerRequest, group: WorkerGroup, there: Sequence[WorkerRow]) -> str:
+def _why_not_beside(row: WorkerRow, group: WorkerGroup, there: Sequence[WorkerRow]) -> str:
     """A run with exclusive devices shares its group with its own engines alone."""
-    others = [each for each in there if each.request.run_name != request.run_name]
+    others = [each for each in there if each.request.run_name != row.request.run_name]
+    own = [each for each in others if row.session in each.sessions]
+    remedy = ""
+    if own:
+        names = "tandem.group, tandem.sampler_group"
+        remedy = f": give one of them another group ({names}), or end the other"
     if any(group.sharing_of(each.request) == Sharing.EXCLUSIVE for each in others):
-        return f"a run has group {group.name} to itself (tandem.sharing exclusive)"
-    if others and group.sharing_of(request) == Sharing.EXCLUSIVE:
+        holder = "another worker of this session" if own else "a run"
+        return f"{holder} has group {group.name} to itself (tandem.sharing exclusive){remedy}"
+    if others and group.sharing_of(row.request) == Sharing.EXCLUSIVE:
+        where = f"are there, {len(own)} of them of this session" if own else "are there"
         return (
             f"it needs group {group.name} to itself (tandem.sharing exclusive), and "
-            f"{len(others)} workers of others are there"
+            f"{len(others)} workers of other runs {where}{remedy}"
         )
     return ""
 

@@ -60,7 +60,7 @@ def test_two_exclusive_runs_of_one_session_have_groups_and_engines_of_their_own(
         assert there == {}
         third = create_run(client, session, 2).json()["request_id"]
         wait_until(gate.waiting_for_places)
-        assert "to itself" in why_waiting(client, third)
+        assert "another worker of this session has group" in why_waiting(client, third)
 
 
 def test_a_way_to_share_that_no_group_offers_is_refused(start):
@@ -81,5 +81,5 @@ def test_each_run_is_alone_on_a_group_that_is_declared_exclusive(start):
         gate.retrieve(run["request_id"])
         waiting = create_run(client, session, 1).json()["request_id"]
         wait_until(gate.waiting_for_places)
-        assert "to itself" in why_waiting(client, waiting)
+        assert "another worker of this session has group" in why_waiting(client, waiting)
         assert set(gate.placed()) == {run["model_id"], f"{session}/tiny/0"}

@@ -34,7 +34,7 @@ async def test_an_exclusive_run_waits_until_the_others_have_ended():
     world = await PlacesWorld(GROUP).open()
     others = [await (await world.run(sampler="none").ask()).granted() for _ in range(2)]
     alone = await world.run(**ALONE).ask()
-    assert "it needs group g to itself" in alone.why and "2 workers of others" in alone.why
+    assert "it needs group g to itself" in alone.why and "2 workers of other runs" in alone.why
     others[0].end()
     await quiet()
     assert not alone.has
@@ -67,9 +67,24 @@ async def test_each_run_is_alone_on_a_group_that_is_declared_exclusive():
     assert world.keys(DECLARED) == ["r", "sampler-of-r"]
 
 
+@pytest.mark.parametrize("first", [Sharing.EXCLUSIVE, None])
+def test_a_session_reads_that_its_own_worker_has_the_group_and_how_to_go_on(first):
+    there = row("r", "awake", sampler="s", sharing=first, session="one")
+    later = row("t", sharing=Sharing.EXCLUSIVE, session="one")
+    joined = replace(there, request=replace(there.request, session="two"), holders=("one:train:3",))
+    remedy = "give one of them another group (tandem.group, tandem.sampler_group), or end the other"
+    for holder in (there, joined):
+        found = overview(holder, later, groups=(worker_group(),))
+        fault = why_no_place(found, later, found.groups["g"])
+        assert "of this session" in fault and fault.endswith(remedy)
+    found = overview(there, replace(later, request=replace(later.request, session="two")))
+    fault = why_no_place(found, found.rows["t"], found.groups["g"])
+    assert fault and "session" not in fault
+
+
 async def test_a_job_does_not_run_beside_an_exclusive_run():
     there = row("t", "awake", sampler="s", sharing=Sharing.EXCLUSIVE)
-    found = overview(there, row("j", kind="job"), groups=(worker_group(),))
+    found = overview(there, row("j", kind="job", session="two"), groups=(worker_group(),))
     fault = why_no_place(found, found.rows["j"], found.groups["g"])
     assert "a run has group g to itself" in fault
 
