@@ -1,11 +1,18 @@
 """Publishing deltas beside publishing whole versions: two equal runs, in turn.
 
-Both train a model in bfloat16 by RL steps, with advantages of 1 and -1."""
+Both train a model in bfloat16 by RL steps, with advantages of 1 and -1. `python -m
+benchmarks.deltas` measures deltas of given shares instead."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
+import json
+import os
 import random
+import shutil
 import statistics
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +20,25 @@ from typing import Literal
 
 import numpy as np
 import tinker
+import torch
 from tinker import types
 
+from benchmarks import publish, record
+from benchmarks.gpu.speed import engine_spec
+from benchmarks.gpu.workers import Bench, worker
 from benchmarks.workloads import Workload, prompts
-from tandem.demo.tiny_model import TinyShape
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.protocol.worker import TrainingSpec
+from tandem.settings.workers import SamplerSettings, TrainerSettings
 from tandem.stack import Stack
-from tandem.weights import Manifest, version_path
+from tandem.v1 import common_pb2, sampler_pb2
+from tandem.weights import Manifest, new_version_name, version_path
 from tandem.weights.delta import PIECE_BYTES, encode
 from tandem.weights.manifest import MANIFEST_NAME
+from trainer_service.backends.fsdp2 import Fsdp2Backend
+from trainer_service.checkpoints.publish import VersionRequest, prepare_publish
+from trainer_service.checkpoints.publish import publish as publish_version
+from trainer_service.compute.process_group import Assignment, join
 
 SHAPE = TinyShape(hidden=512, layers=12, ffn=2048, heads=8, head_dim=64)
 """50 M parameters."""
@@ -142,3 +160,110 @@ def _patch_bytes(base: Path, path: Path) -> int:
             piece = slice(start, start + PIECE_BYTES)
             total += sum(len(part) for part in encode(old[piece], new[piece], start=start))
     return total
+
+
+# --- At a given share of changed numbers ----------------------------------------------------------
+
+SHARES = (0.01, 0.3)
+_ROUNDS, _SECONDS = 9, 110.0
+
+
+async def at_shares(work: Path, *, rounds: int = _ROUNDS) -> list[dict[str, object]]:
+    """Measure a whole version and deltas of 1 % and 30 % changed numbers, in turn.
+
+    Each row has medians of the seconds from the publishing until an engine has loaded the version.
+    A rank in this process publishes, and the engine is a worker."""
+    bench = Bench(work=work, device="cpu:0-1", gpu=None, rounds=rounds, steps=0, say=lambda _: None)
+    model = work / "model"
+    write_tiny_model(model, seed=0, shape=publish.SHAPES["100 M"])
+    rank = join(
+        Assignment(
+            rank=0,
+            local_rank=0,
+            on_node=1,
+            size=1,
+            device="cpu",
+            own_cores=True,
+            store_port=0,
+            model_path=model,
+            model_name="bench",
+            training=TrainingSpec(),
+            settings=TrainerSettings(device="cpu", threads=2, dtype="bfloat16"),
+        )
+    )
+    assert isinstance(rank.backend, Fsdp2Backend)
+    weights = list(rank.backend._model.parameters())
+    changed = {
+        share: [
+            torch.where(torch.rand_like(each) < share, each * 1.0625, each).detach()
+            for each in weights
+        ]
+        for share in SHARES
+    }
+    numbers = itertools.count(1)
+
+    def published(delta_of: str = "") -> tuple[Path, Manifest]:
+        name = new_version_name(run_id="s-bench:train:0", number=next(numbers))
+        request = VersionRequest(
+            name=name,
+            path=version_path(work, name),
+            run_id="s-bench:train:0",
+            parent="",
+            step=0,
+            delta_of=delta_of,
+        )
+        prepare_publish(request, rank.backend)
+        manifest = publish_version(request, rank)
+        assert manifest is not None
+        return request.path, manifest
+
+    settings = SamplerSettings(max_num_seqs=8, kv_cache_bytes=2**26, dtype="bfloat16")
+    rows: dict[str, list[tuple[float, float, int]]] = {}
+    async with worker(bench, engine_spec(bench, "tiny", model, settings)) as engine:
+        _, base = published()
+        ways = [("whole", SHARES[-1]), *((f"{share:.0%} changed", share) for share in SHARES)]
+        until = time.perf_counter() + _SECONDS
+        for number in range(rounds + 1):
+            if number > 2 and time.perf_counter() > until:
+                break
+            for name, share in ways if number % 2 else reversed(ways):
+                with torch.no_grad():
+                    torch._foreach_copy_(weights, changed[share])
+                began = time.perf_counter()
+                path, manifest = published("" if name == "whole" else base.version)
+                took = time.perf_counter() - began
+                version = common_pb2.WeightVersion(name=manifest.version, path=str(path))
+                await engine.call("Load", sampler_pb2.LoadRequest(version=version))
+                both = time.perf_counter() - began
+                shutil.rmtree(path)
+                assert (name != "whole") == bool(manifest.delta_of)
+                if number:
+                    rows.setdefault(name, []).append((took, both, manifest.written_bytes))
+    whole = rows["whole"]
+    return [
+        {
+            "version": name,
+            "rounds": len(found),
+            "written bytes": round(statistics.median(size for *_, size in found)),
+            "publish, s": round(statistics.median(took for took, *_ in found), 3),
+            "publish and load, s": round(statistics.median(both for _, both, _ in found), 3),
+            "× whole": round(
+                statistics.median(b / w for (_, b, _), (_, w, _) in zip(found, whole, strict=True)),
+                2,
+            ),
+        }
+        for name, found in rows.items()
+    ]
+
+
+def main() -> None:
+    load = os.getloadavg()
+    with tempfile.TemporaryDirectory() as work:
+        rows = asyncio.run(at_shares(Path(work)))
+    loads = [round(load[0], 2), round(os.getloadavg()[0], 2)]
+    found = {"machine": record.machine(), "load": loads, "deltas": rows}
+    print(json.dumps(found, indent=1), record.save(found).name)
+
+
+if __name__ == "__main__":
+    main()
