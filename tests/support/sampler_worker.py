@@ -27,6 +27,7 @@ from tandem.weights import (
     new_version_name,
     version_path,
 )
+from tandem.weights.sums import TensorSums
 from tandem.wire.v1 import tinker_pb2 as wire
 from tests.support.worker_process import (
     CALL_SECONDS,
@@ -79,7 +80,8 @@ def publish(
     tensors = {
         k: v for file in weights_of.glob("*.safetensors") for k, v in load_file(file).items()
     }
-    names = sorted(tensors)
+    names, sums = sorted(tensors), TensorSums("float32")
+    tensors = dict(sums.summing(tensors.items()))
     files = []
     for rank in range(2):
         file = partial.path / f"model-{rank + 1:05d}-of-00002.safetensors"
@@ -92,6 +94,7 @@ def publish(
         step=number,
         dtype="float32",
         tensors=len(tensors),
+        sums=sums.by_tensor(),
         created="2026-01-01T00:00:00Z",
         files=files,
         canary=Canary(tokens=list(canary), logprobs=logprobs),
