@@ -287,6 +287,7 @@ def load_in_place(
     runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[set[str], set[str]]:
     """Replace the model's weights. Returns the names of all parameters, and of loaded ones."""
+    import torch
     from vllm.config import set_current_vllm_config
 
     model = runner.get_model()
@@ -305,10 +306,41 @@ def load_in_place(
     model.load_weights = recording
     try:
         with set_current_vllm_config(runner.vllm_config):  # layers may read it, as at the start
-            runner.reload_weights(weights_iterator=tensors)
+            if _computes_with_loaded(model) and hasattr(runner, "reset_lora_state"):
+                with torch.no_grad():
+                    model.load_weights(tensors)
+                # As `reload_weights` does, which loads layer by layer in addition.
+                runner.reset_lora_state()
+                runner.reset_encoder_cache()
+                runner.reset_mm_cache()
+            else:
+                runner.reload_weights(weights_iterator=tensors)
     finally:
         del model.load_weights
     return everything, loaded
+
+
+def _computes_with_loaded(model: torch.nn.Module) -> bool:
+    """True if every layer computes with the numbers as loaded, so that they may be overwritten.
+
+    Quantised weights, experts, convolutions and latent attention are packed or derived after a
+    load, for which vLLM's reload makes each layer anew."""
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.v1.attention.backend import AttentionImplBase
+
+    unchanging = (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    for module in model.modules():
+        if isinstance(module, Attention):
+            derive = type(module.impl).process_weights_after_loading
+            if derive is not AttentionImplBase.process_weights_after_loading:
+                return False
+        elif hasattr(module, "process_weights_after_loading"):
+            return False
+        if type(getattr(module, "quant_method", None)) not in unchanging:
+            return False
+    return all(parameter.dim() <= 2 for parameter in model.parameters())
 
 
 def load_plain_layers() -> None:

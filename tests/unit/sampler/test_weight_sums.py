@@ -73,7 +73,7 @@ def test_opposite_changes_do_not_cancel_out():
 def test_a_large_tensor_is_added_up_piece_by_piece():
     tensor, pieces = some(150, 1024), []
     whole = sum_of(tensor, BFLOAT16, lambda: pieces.append(1))
-    assert len(pieces) == 5
+    assert len(pieces) == 3
     assert whole == (sum_of(tensor[:7], BFLOAT16) + sum_of(tensor[7:], BFLOAT16)) % 2**64
 
 
