@@ -70,6 +70,7 @@ async def switch_playground(request: Request) -> Response:
     "POST",
     "/playground/trials",
     role="member",
+    overseen=True,  # a refusal shows the queue again
     audit="trial_start",
     raw=FORM_CONTENT,
     bounds=FORM_BODY,

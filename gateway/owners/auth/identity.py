@@ -55,6 +55,11 @@ class Caller:
         return self.role in ("admin", "maintainer", "member", "ci")
 
     @property
+    def may_use_page(self) -> bool:
+        """Whether the page offers its forms. Their routes need a member."""
+        return self.may_change and self.role != "ci"
+
+    @property
     def sees_all(self) -> bool:
         return self.role == "admin" or self.reach == "all"
 

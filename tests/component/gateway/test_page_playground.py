@@ -145,14 +145,39 @@ def test_a_form_offers_the_fitting_models_only(gate):
     assert "<form" not in chat
 
 
-def test_a_reader_sees_the_blueprints_without_forms(gate):
-    with signed_in(gate, key_of(gate, "ann", "reader")) as client:
+@pytest.mark.parametrize("role", ["reader", "ci"])
+def test_a_key_without_the_right_sees_the_blueprints_without_forms(gate, role):
+    with signed_in(gate, key_of(gate, "ann", role)) as client:
         shown = client.get("/playground")
         assert "GRPO on arithmetic" in shown.text
         assert "/playground/trials" not in shown.text
         assert "Your key may only read" in shown.text
         token = {"form_token": token_in(shown)}
         assert client.post("/playground/trials", data=token).status_code == 403
+
+
+@pytest.mark.parametrize(("role", "forms"), [("reader", 0), ("ci", 0), ("member", 1)])
+def test_only_a_member_may_chat_with_its_trial_and_end_it(gate, role, forms):
+    _, mine = started(gate, "ann")
+    claim = claimed(gate)
+    claim.end(weights=(weights := saved_weights(claim)))
+    with signed_in(gate, key_of(gate, "ann", role)) as client:
+        shown = client.get(f"/playground/trials/{mine}").text
+        assert weights in shown
+        assert (shown.count('href="/chat?'), shown.count(f"{mine}/end")) == (forms, forms)
+        run = client.get(f"/runs/{weights.split('/')[2]}").text
+        assert run.count('href="/chat?') == forms
+
+
+@pytest.mark.parametrize("role", ["maintainer", "admin"])
+def test_a_refused_form_shows_the_staff_the_trials_of_all(gate, role):
+    started(gate, "ann")
+    with signed_in(gate, key_of(gate, "max", role)) as client:
+        answer = start_in(client, seed="one")
+        assert answer.status_code == 400
+        for shown in (answer, client.get("/playground")):
+            assert "All trials" in shown.text
+            assert "/playground/switch" in shown.text
 
 
 @pytest.mark.parametrize("role", ["maintainer", "admin"])

@@ -112,6 +112,12 @@ def test_a_token_does_not_outlive_its_key():
     assert claims["exp"] == int(ends)
 
 
+def test_a_key_of_ci_changes_things_but_not_on_the_page():
+    ci, member = (Caller(owner="ann", key_id="k-1", role=role) for role in ("ci", "member"))
+    assert (ci.may_change, ci.may_use_page) == (True, False)
+    assert member.may_use_page
+
+
 def test_a_key_for_metrics_sees_nothing_of_its_own_owner_and_lends_nothing():
     scraper = Caller(owner="ann", key_id="k-1", role="metrics")
     assert not scraper.may_see("ann")
