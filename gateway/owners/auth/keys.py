@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import re
 import secrets
 import time
 from collections.abc import Callable
@@ -33,6 +34,8 @@ LOCAL_OWNER = "local"
 BOOTSTRAP_NAME = "bootstrap-key"
 GRANT_PREFIX = "oidc:"
 """Begins the names of grants (`grants.py`)."""
+_ENDS_BY_ITSELF = re.compile(rf"{GRANT_PREFIX}.*|trial-[0-9a-f]{{12}}")
+"""The names of grants, and of keys of the programs of trials in the playground."""
 LONGEST_LIFE = 10 * 366 * 86_400.0
 """Longest life of a key, in seconds."""
 
@@ -262,8 +265,9 @@ def _row(key: Key) -> dict[str, object]:
 
 
 def check_listening(settings: GatewaySettings, *, keys: KeyStore) -> None:
-    """Raise `InvalidRequest` if other machines could reach a gateway with only the local key."""
-    lasting = (k for k in keys.all() if not k.local and not k.name.startswith(GRANT_PREFIX))
+    """Raise `InvalidRequest` if other machines could reach a gateway with only the local key. Keys
+    that end by themselves do not count."""
+    lasting = (k for k in keys.all() if not (k.local or _ENDS_BY_ITSELF.fullmatch(k.name)))
     others = (key for key in lasting if keys.ended(key) is None)
     if is_loopback(settings.host) or any(others):
         return

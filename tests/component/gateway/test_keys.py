@@ -13,15 +13,18 @@ from typer.testing import CliRunner
 
 from gateway.core import Gateway
 from gateway.metrics import Metrics
+from gateway.owners.auth.identity import Caller
 from gateway.owners.auth.keys import NewKey
 from gateway.storage.tables import keys as table
 from gateway.workers.epoch import Epoch
 from gateway.workers.launchers.base import for_each_kind
 from tandem.cli.main import app
 from tandem.errors import InvalidRequest
+from tandem.settings.playground import PlaygroundSettings
 from tests.support.audit_log import audit_log
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import KEY, running_gateway, settings_for
+from tests.support.gateway.running import KEY, make_model, running_gateway, settings_for
+from tests.support.gateway.visitors import ASKED
 from tests.support.postgres import url_for
 from tests.support.waiting import wait_until
 
@@ -215,14 +218,19 @@ def test_the_command_works_with_a_gateway_and_without_one(tmp_path, monkeypatch)
         tandem("revoke", "k-7")
 
 
-async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_it(tmp_path):
-    def gateway(host: str) -> AbstractAsyncContextManager[Gateway]:
-        settings = settings_for(tmp_path, host=host)
+@pytest.fixture
+def gateway(tmp_path):
+    def open_gateway(host: str) -> AbstractAsyncContextManager[Gateway]:
+        settings = settings_for(tmp_path, host=host, playground=PlaygroundSettings(runs=1))
         epoch = Epoch(number=1, superseded=lambda: None)
         return Gateway.open(
             settings, launchers=for_each_kind(FakeLauncher()), metrics=Metrics(), epoch=epoch
         )
 
+    return open_gateway
+
+
+async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_it(gateway):
     for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
         with pytest.raises(InvalidRequest, match="tandem keys create --owner NAME"):
             async with gateway(host):
@@ -232,6 +240,21 @@ async def test_only_a_gateway_with_a_key_for_others_listens_where_others_reach_i
     async with gateway("0.0.0.0") as second:
         await second.keys.revoke(key.id)
     with pytest.raises(InvalidRequest):
+        async with gateway("0.0.0.0"):
+            pass
+
+
+async def test_the_keys_of_a_trial_and_of_a_sign_in_open_no_gateway_to_others(gateway, tmp_path):
+    async with gateway("127.0.0.1") as first:
+        await first.models.add(name="tiny", path=str(make_model(tmp_path / "tiny")))
+        local = Caller(owner="local", key_id=first.keys.all()[0].id, role="admin")
+        await first.playground.start_trial(local, **ASKED, values={}, seed=0)
+        claim = await first.playground.claim_trial()
+        [key] = [each for each in first.keys.all() if not each.local]
+        assert (key.name, first.keys.ended(key)) == (claim.trial.id, None)
+        about = {"owner": "ann", "named": False, "role": "admin", "seconds": 3600}
+        await first.keys.grant("a-person", **about)
+    with pytest.raises(InvalidRequest, match="has no valid key but the local one"):
         async with gateway("0.0.0.0"):
             pass
 
