@@ -28,7 +28,9 @@ from sqlalchemy import (
     RowMapping,
     Select,
     Table,
+    TableValuedAlias,
     case,
+    func,
     text,
     tuple_,
 )
@@ -235,6 +237,11 @@ class Database:
             last = tuple(rows[-1][column.name] for column in key)
             after = tuple_(*key) < last if descending else tuple_(*key) > last
             rows = await self.read(query.where(after)) if len(rows) == _ROWS_AT_ONCE else []
+
+    def elements_of(self, texts: ColumnElement[Any]) -> TableValuedAlias:
+        """Return the elements of each row's JSON list of texts, as the column `value`."""
+        each = func.json_each if self._is_sqlite else func.json_array_elements_text
+        return each(texts).table_valued("value", joins_implicitly=True)
 
     def insert_or_add(
         self, table: Table, *, counters: Sequence[str], peaks: Sequence[str] = ()

@@ -4,7 +4,6 @@ run. There are no prices."""
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -14,6 +13,7 @@ from sqlalchemy import (
     ColumnElement,
     RowMapping,
     Select,
+    Text,
     case,
     cast,
     desc,
@@ -257,55 +257,48 @@ class BillingReports:
         self._usage.write()
         await self._database.flush()
         recent = (usage.c.hour > since - HOUR) & visible(usage.c.owner, caller, "accessible")
-        used = await self._database.read(
+        at_work = select(usage.c.run_id).where(recent, usage.c.event != "sample")
+        mine = visible(runs.c.owner, caller, "accessible")
+        zero, none = literal(0), literal(0.0)
+        work = union_all(
             select(
-                usage.c.owner,
-                usage.c.session_id,
-                usage.c.run_id,
-                usage.c.event,
-                func.sum(usage.c.accelerator_seconds).label("seconds"),
-            )
-            .where(recent)
-            .group_by(usage.c.owner, usage.c.session_id, usage.c.run_id, usage.c.event)
-        )
-        queued = await self._database.read(_queued(caller, since=since, now=time.time()))
-        at_work_in = union_all(
-            select(usage.c.session_id).where(recent),
-            select(worker_events.c.session_id).where(
-                visible(worker_events.c.owner, caller, "accessible")
-            ),
-        )
-        found = await self._database.read(
+                runs.c.owner,
+                runs.c.session_id,
+                literal(1).label("runs"),
+                none.label("queue_seconds"),
+                none.label("device_seconds"),
+            ).where(mine, (runs.c.created_at >= since) | runs.c.id.in_(at_work)),
+            _queued(caller, since=since, now=time.time()),
             select(
-                runs.c.id, runs.c.owner, runs.c.session_id, runs.c.tags, runs.c.created_at
-            ).where(
-                visible(runs.c.owner, caller, "accessible"),
-                (runs.c.created_at >= since) | runs.c.session_id.in_(at_work_in),
+                usage.c.owner, usage.c.session_id, zero, none, usage.c.accelerator_seconds
+            ).where(recent),
+        ).subquery()
+        text = cast(runs.c.tags, Text)
+        # PostgreSQL reads no text with this character from JSON.
+        readable = text.contains(f'"{_TAG}') & ~text.contains("\\u0000", autoescape=True)
+        tag = self._database.elements_of(case((readable, runs.c.tags)))
+        names = (
+            select(runs.c.session_id, func.max(tag.c.value).label("tag"))
+            .where(mine, func.substr(tag.c.value, 1, len(_TAG)) == _TAG)
+            .group_by(runs.c.session_id)
+            .subquery()
+        )
+        sums = ("runs", "queue_seconds", "device_seconds")
+        rows = await self._database.read(
+            select(
+                work.c.owner,
+                func.coalesce(func.substr(names.c.tag, len(_TAG) + 1), "").label("blueprint"),
+                *(func.sum(work.c[name]).label(name) for name in sums),
             )
+            .outerjoin(names, names.c.session_id == work.c.session_id)
+            .group_by(work.c.owner, "blueprint")
+            .order_by(work.c.owner, "blueprint")
         )
-        names = {
-            row["session_id"]: tag.removeprefix(_TAG)
-            for row in found
-            for tag in row["tags"] or ()
-            if tag.startswith(_TAG)
-        }
-        sums: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
-        at_work = {row["run_id"] for row in used if row["event"] != "sample"}
-        counted = [row for row in found if row["created_at"] >= since or row["id"] in at_work]
-        for index, rows in enumerate((counted, queued, used)):
-            for row in rows:
-                amount = float(row["seconds"]) if index else 1
-                sums[row["owner"], names.get(row["session_id"], "")][index] += amount
-        return BlueprintReport(
-            blueprints=[
-                BlueprintUsage(owner, blueprint, int(number), queue, devices)
-                for (owner, blueprint), (number, queue, devices) in sorted(sums.items())
-            ]
-        )
+        return BlueprintReport([from_row(BlueprintUsage, row) for row in rows])
 
 
 def _queued(caller: Caller, *, since: float, now: float) -> Select[Any]:
-    """Select the seconds without a place or a process of each session's workers."""
+    """Select the times without a place or a process of workers."""
     table = worker_events.c
     events = select(
         table.owner,
@@ -315,11 +308,10 @@ def _queued(caller: Caller, *, since: float, now: float) -> Select[Any]:
         func.lead(table.at, 1, now).over(partition_by=table.key, order_by=table.id).label("end"),
     ).where(visible(table.owner, caller, "accessible"))
     span = events.subquery().c
-    return (
-        select(span.owner, span.session_id, func.sum(span.end - span.begin).label("seconds"))
-        .where(span.state.in_(["waiting", "placed"]), span.end > span.begin)
-        .group_by(span.owner, span.session_id)
-    )
+    waited = (span.end - span.begin).label("queue_seconds")
+    return select(
+        span.owner, span.session_id, literal(0).label("runs"), waited, literal(0.0).label("devices")
+    ).where(span.state.in_(["waiting", "placed"]), span.end > span.begin)
 
 
 def _used(type_: type[Usage], row: RowMapping) -> Usage:

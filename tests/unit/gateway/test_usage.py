@@ -10,7 +10,7 @@ from gateway.owners.sessions.registry import NewSession, SessionRegistry
 from gateway.owners.usage.meter import Subject, TimeShares, UsageMeter
 from gateway.owners.usage.reports import BillingReports, OwnerUsage
 from gateway.storage.database import Database
-from gateway.storage.tables import checkpoints, runs
+from gateway.storage.tables import checkpoints, runs, worker_events
 from tandem.settings.requests import LimitSettings
 from tests.support.postgres import url_for
 
@@ -163,3 +163,57 @@ async def test_usage_is_summed_up_by_owner_and_by_run_and_samples_count_for_thei
     assert found.runs[0].name == "", "the run is ann's"
     later = await reports.summary(ADMIN, since=40_000, max_runs=9)
     assert [about(used)[4:] for used in later.runs] == [(0.0, 1, 1000), (0.0, 1, 300)]
+
+
+async def test_work_is_summed_by_owner_and_blueprint_in_the_database(database, monkeypatch):
+    """A session has the blueprint of its tagged run. The answer reads one row for each sum."""
+    usage = UsageMeter(database=database, clock=lambda: 7200.0)
+    tags = {"s-1": ["x", 'blueprint:süß, "a"'], "s-2": None, "s-3": ["blueprint"]}
+    tags["s-4"] = ["blueprint:a\0b"]
+    for owner in ("ann", "ben"):
+        for name, given in tags.items():
+            session = f"{owner}-{name}"
+            for number in range(2):
+                run = f"{session}:train:{number}"
+                row = {
+                    "id": run,
+                    "session_id": session,
+                    "base_model": "tiny",
+                    "training": {},
+                    "owner": owner,
+                    "state": "ended",
+                    "tags": None if number else given,
+                    "created_at": 7300.0 if number else 100.0,
+                }
+                await database.write(insert(runs), row)
+                subject = Subject(
+                    id=run, run_id=run, session_id=session, owner=owner, base_model="tiny"
+                )
+                usage.record("forward", subject, input_tokens=5, accelerator_seconds=0.5)
+            at = [("waiting", 7210.0), ("awake", 7213.0)]
+            events = [
+                {"at": when, "key": session, "kind": "trainer", "owner": owner}
+                | {"session_id": session, "state": state}
+                for state, when in at
+            ]
+            await database.write(insert(worker_events), *events)
+    reports, read = BillingReports(database=database, usage=usage), [0]
+
+    async def counted(statement):
+        rows = await Database.read(database, statement)
+        read[0] += len(rows)
+        return rows
+
+    monkeypatch.setattr(database, "read", counted)
+    found = await reports.by_blueprint(ADMIN, since=7200.0)
+    whole = [("", 6, 9.0, 3.0), ('süß, "a"', 2, 3.0, 1.0)]
+    assert [tuple(vars(each).values()) for each in found.blueprints] == [
+        (owner, *sums) for owner in ("ann", "ben") for sums in whole
+    ]
+    assert read[0] == 4
+    member = Caller(owner="ben", key_id="k-2", role="member")
+    found = await reports.by_blueprint(member, since=7212.0)
+    assert [tuple(vars(each).values()) for each in found.blueprints] == [
+        ("ben", "", 6, 3.0, 3.0),
+        ("ben", 'süß, "a"', 2, 1.0, 1.0),
+    ]
