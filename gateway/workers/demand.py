@@ -11,13 +11,13 @@ from gateway.workers.adapters import Moved
 from gateway.workers.overview import Demand, WorkerBytes
 from gateway.workers.steps import SleepPlan
 
-_FIRST_WAIT = 0.5
+_SECOND_WAIT = 0.5
 _JITTER = 0.2
 
 
 @dataclass
 class Backoff:
-    """Waits of about 0.5, 1, 2, 4, … 30, 30 seconds until work is done. Each is up to a fifth
+    """Waits of about 0, 0.5, 1, 2, 4, … 30, 30 seconds until work is done. Each is up to a fifth
     shorter at random, so that workers that failed together start apart."""
 
     cap: float = 30.0
@@ -29,7 +29,8 @@ class Backoff:
 
     def failed(self) -> float:
         """Note a failure and return the wait in seconds."""
-        wait = min(self.cap, _FIRST_WAIT * 2.0 ** min(self.failures, 32))
+        doubled = _SECOND_WAIT * 2.0 ** (min(self.failures, 32) - 1)
+        wait = min(self.cap, doubled) if self.failures else 0.0
         self.failures += 1
         return wait * (1 - _JITTER * self.uniform())
 
