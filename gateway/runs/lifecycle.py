@@ -14,6 +14,7 @@ from functools import partial
 from sqlalchemy import update
 
 from gateway.checkpoints.collector import GarbageCollector
+from gateway.runs.early_engines import start_engines
 from gateway.runs.ending import decision, finish, without_checkpoint
 from gateway.runs.operations import Call, RunBroken
 from gateway.runs.run import Run, RunEnding
@@ -108,6 +109,7 @@ class RunLifecycle:
             await self.hosts.place(run)
             if run.creation is not None and begins:
                 await trainer.start_trainer()
+                await start_engines(run, self.tools)
                 call = Call(run.creation)
                 call.begin()
                 self._journal.end(run.creation, await runner.carry_out(call))

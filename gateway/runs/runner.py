@@ -21,6 +21,7 @@ from gateway.identifiers import (
 )
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.deltas import Published
+from gateway.runs.early_engines import sampler_of
 from gateway.runs.operations import (
     AdamParams,
     Call,
@@ -224,13 +225,7 @@ class OperationRunner:
         await self._versions.check_space(expected_bytes=run.expected_version_bytes, what=what)
         await read_ahead(run.model.path, self._tools.settings)
         # Engines start while the trainer publishes.
-        sampler = self._tools.samplers.ensure(
-            session_id=run.session_id,
-            model=run.model,
-            rank=run.training.rank,
-            all_weights=run.training.lora is None,
-            kept=run.host.sampler,
-        )
+        sampler = sampler_of(run, self._tools)
         sampler.start()
         with self._writing(name := call.operation.version):
             version, handoff = await self._publish(

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.workers.groups import WorkerGroup
+from gateway.workers.memory import why_not_on_device, why_not_on_host
 from gateway.workers.overview import Demand, Overview, WorkerBytes
 from gateway.workers.placing import candidates
 from gateway.workers.requests import WorkerRequest
 from gateway.workers.schedule import explain_wait
 from gateway.workers.table import WorkerRow
-from gateway.workers.turns import queue
+from gateway.workers.turns import queue, why_not_start
 
 
 def is_place_free(overview: Overview, request: WorkerRequest, *, expected: int = 0) -> bool:
@@ -33,6 +34,19 @@ def are_side_by_side(overview: Overview, one: str, other: str) -> bool:
         return False
     first, second = found
     return first.group == second.group and not overview.group_of(first).pool
+
+
+def are_devices_idle(overview: Overview, keys: Sequence[str]) -> bool:
+    """Whether workers that do not run could all start now, without another's sleep."""
+    started: list[WorkerRow] = []
+    for key in keys:
+        row, imagined = overview.rows.get(key), overview.with_rows(started)
+        if row is None or row.state != "placed" or why_not_start(imagined, row):
+            return False
+        if why_not_on_device(imagined, row) or why_not_on_host(imagined, row):
+            return False
+        started.append(row.moved("starting", at=overview.now))
+    return True
 
 
 def engines_of(overview: Overview, sampler: str) -> list[WorkerRow]:

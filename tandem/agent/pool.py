@@ -10,6 +10,7 @@ import asyncio
 import os
 import socket
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ _PRELOAD_SECONDS = 900.0
 _HAND_OVER_SECONDS = 3.0
 _KILLED_SECONDS = 10.0
 _LONGEST_WAIT = 600.0
+_TOGETHER_SECONDS = 60.0
+"""Workers that start within this time are needed together."""
+_RECENT_SECONDS = 3600.0
+_REMEMBERED = 32
+_MOST_GROWN = 4
 
 
 def default_command(kind: WorkerKind) -> list[str]:
@@ -160,7 +166,8 @@ class _Idle:
 
 
 class Pool:
-    """Keeps `sizes` idle processes of each kind while memory is free. Make it in an event loop.
+    """Keeps `sizes` idle processes of each kind while memory is free, or up to four if so many
+    workers started within a minute of the last hour. Make it in an event loop.
 
     They are added one at a time while `quiet`, because a starting worker needs the processors. A
     process that ends by itself is replaced after a growing delay."""
@@ -180,8 +187,11 @@ class Pool:
         self._idle: dict[WorkerKind, list[_Idle]] = {kind: [] for kind in sizes}
         self._ends: dict[WorkerKind, int] = dict.fromkeys(sizes, 0)
         self._not_before: dict[WorkerKind, float] = dict.fromkeys(sizes, 0.0)
+        self._starts = {kind: deque[float](maxlen=_REMEMBERED) for kind in sizes}
+        """The times of the last starts."""
         self._watches: set[asyncio.Task[None]] = set()
         self._log = get_log()
+        self._clock = asyncio.get_running_loop().time
         self._filling = asyncio.create_task(self._fill()) if sizes else None
 
     def pids(self, kind: WorkerKind) -> list[int]:
@@ -194,6 +204,8 @@ class Pool:
         """Turn an idle process into the worker with this specification, with its output in the log.
 
         Returns None if no process accepts it. Processes that refused are gone."""
+        if kind in self._starts:
+            self._starts[kind].append(self._clock())
         waiting = self._idle.get(kind, [])
         while waiting:
             idle = waiting.pop(0)
@@ -222,11 +234,17 @@ class Pool:
             idle.kill()
         await asyncio.gather(*(idle.gone() for idle in left))
 
+    def _size(self, kind: WorkerKind) -> int:
+        """Return the number of idle processes that should wait."""
+        starts = [at for at in self._starts[kind] if at > self._clock() - _RECENT_SECONDS]
+        together = (sum(at <= each < at + _TOGETHER_SECONDS for each in starts) for at in starts)
+        return max(self._sizes[kind], min(_MOST_GROWN, max(together, default=0)))
+
     async def _fill(self) -> None:
-        clock = asyncio.get_running_loop().time
         while True:
-            for kind, size in self._sizes.items():
-                missing = len(self._idle[kind]) < size and clock() >= self._not_before[kind]
+            for kind in self._sizes:
+                missing = len(self._idle[kind]) < self._size(kind)
+                missing = missing and self._clock() >= self._not_before[kind]
                 if missing and self._quiet() and _memory_is_free():
                     await self._add(kind)
             await asyncio.sleep(_LOOK_SECONDS)
@@ -285,8 +303,7 @@ class Pool:
 
     def _wait_longer(self, kind: WorkerKind) -> None:
         self._ends[kind] += 1
-        loop = asyncio.get_running_loop()
-        self._not_before[kind] = loop.time() + seconds_until_the_next(self._ends[kind])
+        self._not_before[kind] = self._clock() + seconds_until_the_next(self._ends[kind])
 
 
 def seconds_until_the_next(ends: int) -> float:
