@@ -1,7 +1,8 @@
 """`make bench-recovery`: the cost of snapshots, and a run's pause after the death of its trainer.
 
 Each model does some optimizer steps, with snapshots as often as possible. Then the trainer is
-killed a few times, and the time until the next result is measured."""
+killed a few times, each time when the agent has an idle process for the next one, and the time
+until the next result is measured. `--pool 0` measures without idle processes."""
 
 from __future__ import annotations
 
@@ -55,11 +56,26 @@ def median(values: list[float]) -> float:
     return round(statistics.median(values), 3) if values else 0.0
 
 
+def wait_for_idle_trainer(stack: Stack) -> None:
+    """Wait until the agent has an idle process that can become a trainer."""
+    log = stack.data_dir / "logs" / "agent.log"
+    while True:
+        lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
+        ready = {
+            each["pid"]
+            for each in lines
+            if each["event"] == "idle_process_ready" and each["kind"] == "trainer"
+        }
+        if ready - {each["pid"] for each in lines if each["event"] == "worker_started"}:
+            return
+        time.sleep(0.1)
+
+
 def measure(
-    model: Path, data_dir: Path, *, suffix: str, steps: int, kills: int
+    model: Path, data_dir: Path, *, suffix: str, steps: int, kills: int, pool: int
 ) -> dict[str, object]:
     data = batch()
-    settings = {"port": "0", **_OFTEN}
+    settings = {"port": "0", "pool_processes": str(pool), **_OFTEN}
     with Stack(data_dir=data_dir, settings=settings) as stack:
         stack.add_model(name=MODEL, path=model)
         endpoint = stack.endpoint
@@ -75,6 +91,8 @@ def measure(
             seconds = [step() for _ in range(steps)]
             pauses = []
             for _ in range(kills):
+                if pool:
+                    wait_for_idle_trainer(stack)
                 with stack.client() as client:
                     workers = client.get("status").json()["workers"]
                 (pid,) = [each["pid"] for each in workers if each["kind"] == "trainer"]
@@ -93,8 +111,8 @@ def measure(
         "written_in_seconds": median([each["seconds"] for each in snapshots]),
         "step_seconds": median(seconds[1:]),
         "kills": kills,
-        "seconds_until_the_next_result": sorted(round(each, 1) for each in pauses),
-        "of_these_until_restored": sorted(round(each["seconds"], 1) for each in restored),
+        "seconds_until_the_next_result": sorted(round(each, 2) for each in pauses),
+        "of_these_until_restored": sorted(round(each["seconds"], 2) for each in restored),
     }
 
 
@@ -102,18 +120,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.recovery", description=__doc__)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--pool", type=int, default=1, help="idle processes of each kind")
+    parser.add_argument("--size", choices=SHAPES, action="append", help="default: all")
     parser.add_argument("--no-save", action="store_true", help="only print")
     arguments = parser.parse_args()
     console = Console(width=140)
     results: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as work:
-        for size, shape in SHAPES.items():
+        for size in arguments.size or SHAPES:
+            shape = SHAPES[size]
             model = Path(work) / size.replace(" ", "")
             write_tiny_model(model, seed=0, shape=shape)
             for what, suffix in (("all parameters", ":full"), ("LoRA, rank 32", "")):
                 data_dir = Path(work) / f"data-{size}-{what}".replace(" ", "")
                 found = results[f"{size}, {what}"] = measure(
-                    model, data_dir, suffix=suffix, steps=arguments.steps, kills=arguments.kills
+                    model,
+                    data_dir,
+                    suffix=suffix,
+                    steps=arguments.steps,
+                    kills=arguments.kills,
+                    pool=arguments.pool,
                 )
                 console.print({f"{size}, {what}": found})
     if not arguments.no_save:
