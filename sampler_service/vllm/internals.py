@@ -85,6 +85,15 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda look: look()
 
 
+def replace_kernels() -> None:
+    """Let vLLM's CPU build replace its Triton kernels now, and never again in this process. It
+    looks at each name of each module for that."""
+    from vllm.platforms import current_platform
+
+    current_platform.register_triton_kernel_overrides()
+    type(current_platform).register_triton_kernel_overrides = classmethod(lambda _platform: None)
+
+
 # --- The engine, in the process of its core ------------------------------------------------
 
 

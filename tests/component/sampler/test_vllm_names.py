@@ -69,6 +69,7 @@ NAMES = (
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.max_num_reqs",
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.kv_caches",
     "vllm.v1.worker.cpu_worker:CPUWorker.load_model",
+    "vllm.platforms.cpu:CpuPlatform.register_triton_kernel_overrides",
     # The worker on a GPU.
     "vllm.v1.worker.gpu_worker:Worker.init_device",
     "vllm.v1.worker.gpu_worker:Worker.load_model",
