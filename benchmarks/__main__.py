@@ -18,7 +18,6 @@ from rich.table import Table
 from benchmarks import (
     bursts,
     concurrency,
-    deltas,
     overhead,
     publish,
     record,
@@ -37,7 +36,6 @@ SECTIONS = (
     "bursts",
     "clients",
     "publish",
-    "deltas",
     "lora",
     "overhead",
     "training",
@@ -102,13 +100,6 @@ class Bench:
                     )
                 rows.append({"parameters": size, "ranks": ranks, **measured})
         self.show("publish", rows)
-
-    def deltas(self) -> None:
-        model = self.work / "models" / "deltas"
-        write_tiny_model(model, seed=0, shape=deltas.SHAPE)
-        with self.stack(model, ranks=1, **deltas.SETTINGS) as (stack, service):
-            rows = [deltas.whole_and_delta(stack, service, rate=rate) for rate in deltas.RATES]
-        self.show("deltas", rows)
 
     def clients(self) -> None:
         with self.stack(self.model, ranks=1) as (stack, service):

@@ -98,7 +98,7 @@ class Metrics:
         )
         self.published_bytes = self._counter(
             "published_bytes",
-            "Bytes written of published weight versions: of deltas, what changed.",
+            "Bytes written of published weight versions.",
         )
 
         self.steps = self._counter("steps", "Optimizer steps of all runs.")

@@ -64,7 +64,7 @@ def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
     engine's."""
     import torch
 
-    from sampler_service.weights.files import read_sources
+    from sampler_service.weights.files import read_tensors
     from sampler_service.weights.staging import pinned, staged, staging_threads
 
     there = torch.device(device)
@@ -74,7 +74,7 @@ def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
         seconds = []
         for _ in range(rounds + 1):
             began, size = time.perf_counter(), 0
-            with staged(read_sources(files), threads=threads, allocate=allocate) as tensors:
+            with staged(read_tensors(files), threads=threads, allocate=allocate) as tensors:
                 for _, tensor in tensors:
                     size += torch.empty_like(tensor, device=there).copy_(tensor).nbytes
             seconds.append(time.perf_counter() - began)

@@ -155,21 +155,15 @@ def _plain_loop(
 
 
 async def publishing(bench: Bench, size: str, model: Path) -> dict[str, object]:
-    """Measure a trainer's versions, a whole one and a delta of it in turn."""
+    """Measure a trainer's versions."""
     bench.say(f"{size}: a trainer publishes")
     sequences = sequences_of(size, count=4, length=128)
-    whole, delta = [], []
+    published = []
     async with worker(bench, trainer_spec(bench, size, model)) as trainer:
         for number in range(1, bench.rounds + 2):
-            whole.append(await _next_version(bench, trainer, sequences, number))
-            of = whole[-1].version.name
-            delta.append(await _next_version(bench, trainer, sequences, 1000 + number, delta_of=of))
-            forget(whole[-1].version, delta[-1].version)
-    found: dict[str, object] = {
-        "learning_rate": LEARNING_RATE,
-        "whole": _written(whole[1:]),
-        "delta": deltas_written(delta[1:]),
-    }
+            published.append(await _next_version(bench, trainer, sequences, number))
+            forget(published[-1].version)
+    found = _written(published[1:])
     bench.say(json.dumps(found))
     return found
 
@@ -180,32 +174,21 @@ async def _next_version(
     sequences: Sequence[Int64Array],
     number: int,
     *,
-    delta_of: str = "",
     handoff: bool = False,
 ) -> Published:
     await forward_backward(trainer, sequences)
     await optim_step(trainer)
     began = time.perf_counter()
-    reply = await publish(bench, trainer, number, delta_of=delta_of, handoff=handoff)
+    reply = await publish(bench, trainer, number, handoff=handoff)
     return Published(reply, seconds=time.perf_counter() - began)
 
 
 def _written(versions: Sequence[Published]) -> dict[str, object]:
-    """The bytes and written bytes of versions, and the seconds to publish them."""
-    written = statistics.median(each.reply.written_bytes for each in versions)
+    """The bytes of versions, and the seconds to publish them."""
     return {
         "bytes": versions[-1].reply.bytes,
-        "written_bytes": round(written),
         "publish_seconds": _median(each.seconds for each in versions),
     }
-
-
-def deltas_written(versions: Sequence[Published]) -> dict[str, object]:
-    """As `_written`, for deltas only. Instead of a useless delta, the trainer writes a whole
-    version."""
-    deltas = [each for each in versions if each.reply.delta_of]
-    counts = {"asked_for": len(versions), "written": len(deltas)}
-    return {**counts, **_written(deltas)} if deltas else dict(counts)
 
 
 def _served(versions: Sequence[Published]) -> dict[str, object]:
@@ -264,7 +247,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
     """Measure new weights from a trainer to an engine on the same device, and the difference of
     their logprobs.
 
-    Weights come whole, as a delta and by hand-over in memory, in turn. Adapters are always whole.
+    Weights come by files and by hand-over in memory, in turn.
     """
     bench.say(f"{size}: an engine serves what a trainer publishes")
     weights = 2 * parameters_of(size)
@@ -276,7 +259,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         max_lora_rank=LoraSpec().rank if trains_adapters(size) else 0,
     )
     sequences = sequences_of(size, count=4, length=128)
-    published, deltas, handed = [], [], []
+    published, handed = [], []
     refused = ""
     async with (
         worker(bench, engine_spec(bench, size, model, settings)) as engine,
@@ -295,14 +278,9 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
         for number in range(1, bench.rounds + 2):
             published.append(await _next_version(bench, trainer, sequences, number))
             await load(published[-1])
-            of = published[-1].version.name
-            deltas.append(
-                await _next_version(bench, trainer, sequences, 1000 + number, delta_of=of)
-            )
-            await load(deltas[-1])
-            forget(published[-1].version, deltas[-1].version)
+            forget(published[-1].version)
             handed.append(
-                await _next_version(bench, trainer, sequences, 2000 + number, handoff=True)
+                await _next_version(bench, trainer, sequences, 1000 + number, handoff=True)
             )
             version = handed[-1].version
             taken = await load(handed[-1])
@@ -320,10 +298,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             again.append(await scored(engine, whole, version=version, last=len(tokens)))
     of_engine = [logprobs for _, logprobs in sampled]
     found: dict[str, object] = {
-        "learning_rate": LEARNING_RATE,
-        "whole": _written(published[1:]) | _served(published[1:]),
-        "delta": deltas_written(deltas[1:])
-        | _served([each for each in deltas[1:] if each.reply.delta_of]),
+        "files": _written(published[1:]) | _served(published[1:]),
         "handoff": refused or _served(handed[1:]),
         "logprob_gap": _gap(of_trainer, of_engine),
         "logprob_gap_of_the_engine_alone": _gap(again, of_engine),

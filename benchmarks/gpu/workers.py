@@ -69,7 +69,6 @@ SESSION = "s-benchmark"
 RUN = f"{SESSION}:train:0"
 CALL_SECONDS = 600.0
 LEARNING_RATE = 1e-5
-"""The size of a delta depends on it."""
 _SECRET = "of the benchmark"
 _ADAPTERS_FROM = 4e9
 """Parameters."""
@@ -317,20 +316,19 @@ async def step(trainer: Caller, size: str) -> None:
 
 
 async def publish(
-    bench: Bench, trainer: Caller, number: int, *, delta_of: str = "", handoff: bool = False
+    bench: Bench, trainer: Caller, number: int, *, handoff: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish the weights or, with `delta_of`, a delta. `handoff` also keeps them in memory."""
+    """Publish the weights. `handoff` also keeps them in memory."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
     request = trainer_pb2.PublishRequest(
         header=trainer.header(),
         version=version,
-        delta_of=delta_of,
         handoff=handoff,
     )
     reply: trainer_pb2.PublishReply = await trainer.call("Publish", request)
-    bench.say(f"published {reply.written_bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
+    bench.say(f"published {reply.bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
     return reply
 
 

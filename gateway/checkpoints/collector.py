@@ -4,8 +4,8 @@ It removes released folders, known versions without a name, partial folders of a
 failed saves of this gateway. Unknown folders stay, because the database may be an older copy and
 the folder a user's checkpoint. `warnings` reports them to the operator.
 
-A folder stays while a checkpoint, an active sampling session, a pin or a kept delta needs it. Files
-are written before their name and removed after it, so a crash leaves at worst files without a name.
+A folder stays while a checkpoint, an active sampling session or a pin needs it. Files are written
+before their name and removed after it, so a crash leaves at worst files without a name.
 Saves and reads go on meanwhile, so the order matters:
 
 1. List the disk, so that no younger folder is touched.
@@ -103,7 +103,6 @@ class GarbageCollector:
         known |= self.checkpoints.given_up.get(run_id or "", set())
         used |= self._pins.folders()
         used |= {f"{path.parent}/{_PARTIAL_PREFIX}{path.name}" for path in map(Path, used)}
-        named |= await self._bases(run_id, used | named)
         unnamed = [folder for folder in found if folder not in named]
         if run_id is not None and self._pins.is_resolving(run_id):
             if unnamed:
@@ -188,19 +187,6 @@ class GarbageCollector:
             sampled = sampled.where(sampling_sessions.c.run_id == run_id)
         rows = await self.database.read(union_all(saved, sampled))
         return {row["folder"] or relative_version_folder(row["version"]) for row in rows}
-
-    async def _bases(self, run_id: str | None, kept: set[str]) -> set[str]:
-        """Return the base folders of kept deltas. During a delta's write its run pins its base."""
-        deltas = select(weight_versions.c.name, weight_versions.c.delta_of).where(
-            weight_versions.c.delta_of != "", weight_versions.c.collected_at.is_(None)
-        )
-        if run_id is not None:
-            deltas = deltas.where(weight_versions.c.run_id == run_id)
-        return {
-            relative_version_folder(row["delta_of"])
-            for row in await self.database.read(deltas)
-            if relative_version_folder(row["name"]) in kept
-        }
 
     async def _known(self, run_id: str | None) -> set[str]:
         released = select(released_folders.c.folder, literal("").label("name"))

@@ -31,8 +31,8 @@ FILE_LISTS = (_STATE_RECORD, MANIFEST_NAME)
 @dataclass(frozen=True)
 class WeightVersion:
     """A published weight version, or a base model's (`base/NAME`). `path` is its folder. `adapter`
-    means a LoRA adapter in PEFT's layout. `parent` is the version before it. `delta_of` is the base
-    of a delta, or "". `created_at` is in seconds since 1970."""
+    means a LoRA adapter in PEFT's layout. `parent` is the version before it.
+    `created_at` is in seconds since 1970."""
 
     name: str
     path: str
@@ -41,7 +41,6 @@ class WeightVersion:
     base_model: str
     adapter: bool = False
     parent: str = ""
-    delta_of: str = ""
     bytes: int = 0
     created_at: float = field(default_factory=time.time, compare=False)
 

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Literal
 
+from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import request_id_of
 from gateway.owners.usage.time_shares import Timeline
-from gateway.runs.deltas import DeltaBase, Published
 from gateway.runs.dispatcher import Dispatcher
 from gateway.runs.operations import Operation
 from gateway.runs.recovery.replay_log import ReplayLog
@@ -45,8 +45,7 @@ class Run(HostedRun):
     explains a failure of the last one, or is "".
 
     `parent` is the newest weight version, which is pinned, `newest` the newest for sampling.
-    `published` is the last version since the gateway started. `deltas` chooses the next delta's
-    base."""
+    `published` is the last version since the gateway started."""
 
     dispatcher: Dispatcher
     host: TrainerHost = field(init=False)
@@ -69,8 +68,7 @@ class Run(HostedRun):
     step: int = 0
     parent: str = ""
     newest: str = ""
-    published: Published | None = None
-    deltas: DeltaBase = field(default_factory=DeltaBase)
+    published: WeightVersion | None = None
 
     @property
     def snapshot_step(self) -> int:
@@ -87,13 +85,6 @@ class Run(HostedRun):
     def makes_room(self) -> bool:
         """Whether a snapshot is being written that a nearly full log needs."""
         return self.log is not None and self.log.nearly_full and bool(self.snapshot_asked)
-
-    @property
-    def publishes_deltas(self) -> bool:
-        """Whether versions for its own sampler may be deltas. `auto` means bfloat16, because a
-        small step changes few bfloat16 values."""
-        wanted = self.options.delta
-        return wanted == "on" or (wanted == "auto" and self.about.dtype == "bfloat16")
 
     @property
     def expected_version_bytes(self) -> int:

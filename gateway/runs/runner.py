@@ -20,7 +20,6 @@ from gateway.identifiers import (
     relative_version_folder,
 )
 from gateway.runs.delivery import CallDelivery
-from gateway.runs.deltas import Published
 from gateway.runs.early_engines import sampler_of
 from gateway.runs.operations import (
     AdamParams,
@@ -44,7 +43,6 @@ from gateway.storage.futures.table import Outcome, Result
 from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
-    LoadFailed,
     NameTaken,
     SequenceGap,
     StorageFailed,
@@ -228,9 +226,7 @@ class OperationRunner:
         sampler = sampler_of(run, self._tools)
         sampler.start()
         with self._writing(name := call.operation.version):
-            version, handoff = await self._publish(
-                call, name, sampled=True, delta=run.publishes_deltas, to=sampler
-            )
+            version, handoff = await self._publish(call, name, sampled=True, to=sampler)
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
@@ -239,9 +235,6 @@ class OperationRunner:
             try:
                 with run.timeline.during("load"):
                     await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
-            except LoadFailed:
-                run.deltas.forget()
-                raise
             except asyncio.CancelledError:
                 handoff = None  # the engine may still read, so the trainer frees it later
                 raise
@@ -299,12 +292,10 @@ class OperationRunner:
         *,
         sampled: bool = False,
         becomes_parent: bool = True,
-        delta: bool = False,
         to: Sampler | None = None,
     ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
-        """Publish and return a weight version, which may be `sampled` or a `delta`. Named versions
-        are whole, because their files are copied. If the trainer can hand the weights over `to` a
-        sampler, also return the handoff, valid until `_release_handoff`."""
+        """Publish and return a weight version, which may be `sampled`. If the trainer can hand the
+        weights over `to` a sampler, also return the handoff, valid until `_release_handoff`."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
@@ -314,16 +305,9 @@ class OperationRunner:
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
-            # The base is pinned: `run.parent` is the base or a delta of it.
-            delta_of=run.deltas.next() if delta else "",
             handoff=to is not None and self._hands_over(to),
         )
-        try:
-            reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
-        except TandemError:
-            run.deltas.forget()
-            raise
-        written = Published(name, reply.bytes, reply.written_bytes, reply.delta_of)
+        reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
         version = WeightVersion(
             name=name,
             path=path,
@@ -333,7 +317,6 @@ class OperationRunner:
             adapter=reply.version.adapter,
             parent=run.parent,
             bytes=reply.bytes,
-            delta_of=reply.delta_of,
         )
         facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
@@ -343,19 +326,13 @@ class OperationRunner:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
-            run.deltas.note_published(written)
         run.timeline.note_published(name, step=version.step)
         if sampled:
             run.newest = name
-        run.published = written
-        self._tools.metrics.published_bytes.inc(reply.written_bytes)
+        run.published = version
+        self._tools.metrics.published_bytes.inc(reply.bytes)
         self._log.info(
-            "published",
-            version=name,
-            bytes=reply.bytes,
-            written_bytes=reply.written_bytes,
-            delta_of=reply.delta_of,
-            seconds=round(reply.seconds, 4),
+            "published", version=name, bytes=reply.bytes, seconds=round(reply.seconds, 4)
         )
         call.release()
         return version, reply.handoff if reply.HasField("handoff") else None

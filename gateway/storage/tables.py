@@ -273,7 +273,6 @@ weight_versions = Table(
     Column("base_model", String(200), nullable=False),
     Column("path", Text, nullable=False),
     Column("parent", String(200), nullable=False, default=""),
-    Column("delta_of", String(200), nullable=False, default=""),
     Column("step", BigInteger, nullable=False),
     Column("bytes", BigInteger, nullable=False),
     Column("adapter", Boolean, nullable=False, default=False),

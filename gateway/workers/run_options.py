@@ -84,7 +84,6 @@ class RunOptions(BaseModel):
     states: Literal["float32", "bfloat16"] = "float32"
     offload: Literal["none", "moments", "weights"] = "none"
     compile: Literal["auto", "on", "off"] = "off"
-    delta: Literal["auto", "on", "off"] = "auto"
     backend: str = Field(
         "fsdp2", min_length=1, max_length=100, description="the name of a trainer backend"
     )
@@ -155,7 +154,6 @@ def default_options(settings: GatewaySettings) -> RunOptions:
         ranks=settings.trainer.ranks,
         sampler_ranks=settings.sampler.ranks,
         dtype=settings.trainer.dtype,
-        delta=settings.delta_versions,
         backend=settings.trainer.backend,
         share=settings.sharing.lora_runs,
         start_timeout=settings.worker_start_timeout,
@@ -310,16 +308,9 @@ def _that_apply(
 ) -> RunOptions:
     """Return the options with the defaults of those that do not apply to this training.
 
-    States of adapters and of dimuon are in float32 on the device, and adapters are published whole.
-    Frozen weights under adapters may be offloaded. Such options of a session or a model are
-    ignored. Raises `InvalidRequest` for those of the run itself."""
-    if training.lora is not None:
-        if of_run.get("delta") == "on":
-            raise InvalidRequest(
-                f"{_PREFIX}delta is on, and this run trains adapters, which are published whole: "
-                "deltas are for runs that train all parameters"
-            )
-        options = options.model_copy(update={"delta": "off"})
+    States of adapters and of dimuon are in float32 on the device. Frozen weights under adapters may
+    be offloaded. Such options of a session or a model are ignored. Raises `InvalidRequest` for
+    those of the run itself."""
     if training.lora is None and training.optimizer == "adamw":
         return options
     names = ["states", "offload"]

@@ -29,7 +29,7 @@ from sampler_service.vllm.memory import (
     trim_heap,
 )
 from sampler_service.vllm.prompt_scoring import PromptScorer
-from sampler_service.weights.files import read_sources
+from sampler_service.weights.files import read_tensors
 from sampler_service.weights.handoff import open_handoff
 from sampler_service.weights.staging import staged, staging_threads
 from tandem.telemetry import configure_logging
@@ -71,9 +71,9 @@ class WeightsExtension:
 
     def tandem_load(self, directory: str) -> set[str]:
         """Load a directory of safetensors in place. Returns the parameters without a value."""
-        sources = read_sources(Path(directory))
+        stored = read_tensors(Path(directory))
         threads = staging_threads(self.model_runner.device.type, workers=self._tandem_workers)
-        with staged(sources, threads=threads) as tensors:
+        with staged(stored, threads=threads) as tensors:
             return self.tandem_put(tensors)
 
     def tandem_load_handoff(self, handoff: common_pb2.Handoff) -> set[str]:

@@ -2,7 +2,7 @@
 
 - `loader`: replaces the engine's weights by a full version.
 - `adapters`: keeps LoRA adapters beside the base model.
-- `files`: reads tensors, and applies the patches of a delta.
+- `files`: reads tensors.
 - `handoff`: opens weights in a trainer's memory.
 - `read_ahead`: reads and verifies a version before its turn.
 - `staging`: copies tensors into pinned memory.

@@ -23,12 +23,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
-from sampler_service.weights.files import (
-    WeightsFile,
-    read_tensors,
-    verified_tensors,
-    weights_files,
-)
+from sampler_service.weights.files import read_tensors, tensors_in, weights_files
 from sampler_service.weights.staging import staging_threads
 from tandem.errors import InvalidRequest, LoadFailed, describe, without_paths
 from tandem.telemetry import get_log
@@ -146,7 +141,7 @@ class Loader:
         try:
             manifest = self._check(version, go_on)
             sums = None if version.is_base else self._read(version.path, manifest, go_on)
-            size = sum(file.path.stat().st_size for file in weights_files(version.path))
+            size = sum(file.stat().st_size for file in weights_files(version.path))
         except OSError as error:
             raise LoadFailed(f"{version.name} cannot be read: {describe(error)}") from error
         canary = None if manifest is None else manifest.canary
@@ -185,20 +180,20 @@ class Loader:
         self, directory: Path, manifest: Manifest | None, go_on: Callable[[], None]
     ) -> WeightSums | None:
         """Return the sums of a version with verified files, or None if the engine's cannot be
-        compared. All tensors of a delta are read, to verify its patches."""
-        adds_up, published = self._adds_up, self._published_sums(manifest)
-        if (published or not adds_up) and not (manifest and manifest.delta_of):
-            return published if adds_up else None
+        compared."""
+        if not self._adds_up:
+            return None
+        if published := self._published_sums(manifest):
+            return published
 
-        def read(file: WeightsFile) -> WeightSums:
+        def read(file: Path) -> WeightSums:
             if self._threads > 1:
                 import torch
 
                 torch.set_num_threads(1)  # per thread: this one runs beside others
-            return self._sums_of(verified_tensors(file, manifest, go_on), go_on)
+            return self._sums_of(tensors_in(file), go_on)
 
-        sums = added_up(in_threads(read, weights_files(directory), threads=self._threads))
-        return (published or sums) if adds_up else None
+        return added_up(in_threads(read, weights_files(directory), threads=self._threads))
 
     def _published_sums(self, manifest: Manifest | None) -> WeightSums | None:
         if manifest is None or manifest.dtype != self._facts.dtype or not manifest.sums:
@@ -346,7 +341,7 @@ def read_inventory(directory: Path) -> Inventory:
     inventory: Inventory = {}
     for file in weights_files(directory):
         try:
-            header = read_header(file.path)
+            header = read_header(file)
         except InvalidRequest as error:
             raise LoadFailed(f"{directory.name}: {error.message}") from error
         for name, each in header.items():

@@ -1,7 +1,7 @@
 """Copies tensors from the page cache into pinned memory, so that a GPU can copy them itself.
 
 Otherwise the driver copies in one thread through a small buffer, and the engine waits. Here,
-threads copy the next tensors and apply a delta's changes meanwhile. With several workers, each
+threads copy the next tensors meanwhile. With several workers, each
 sends only its own part over the bus.
 
 Every tensor has its own memory from torch, freed with its last reference. A fixed buffer would not
@@ -18,7 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sampler_service.weights.files import TensorSource
+import numpy as np
+
 from tandem.agent.host import free_memory_bytes
 from tandem.errors import describe, without_paths
 from tandem.telemetry import get_log
@@ -58,7 +59,7 @@ def pinned(size: int) -> torch.Tensor:
 
 @contextmanager
 def staged(
-    sources: Iterable[TensorSource],
+    stored: Iterable[tuple[str, torch.Tensor]],
     *,
     threads: int,
     allocate: Allocate = pinned,
@@ -70,16 +71,16 @@ def staged(
     Without threads or memory, tensors come as they are stored. Up to `ahead` bytes are staged in
     advance, and a larger tensor alone. `most` also counts taken tensors in use. Its default is 4
     GiB, but at most a quarter of the free memory, because the system grants pinned memory that it
-    does not have. Iteration raises the errors of the sources, and `LoadFailed` for a damaged patch.
+    does not have. Iteration raises the errors of `stored`.
     """
     if not threads:
-        yield ((source.name, source.tensor()) for source in sources)
+        yield iter(stored)
         return
     pool = ThreadPoolExecutor(threads, thread_name_prefix="staging")
     if most is None:
         most = min(_MOST_BYTES, free_memory_bytes() // _SHARE)
     staging = _Staging(pool, allocate, most=most)
-    tensors = staging.tensors(sources, ahead=ahead)
+    tensors = staging.tensors(stored, ahead=ahead)
     try:
         yield tensors
     finally:
@@ -114,34 +115,33 @@ class _Staging:
         self.staged = self.others = 0
 
     def tensors(
-        self, sources: Iterable[TensorSource], *, ahead: int
+        self, stored: Iterable[tuple[str, torch.Tensor]], *, ahead: int
     ) -> Generator[tuple[str, torch.Tensor], None, None]:
         begun: deque[_Staged] = deque()
         waiting = 0
-        for source in sources:
-            size = source.stored.nbytes
-            while begun and waiting + size > ahead:
+        for name, tensor in stored:
+            while begun and waiting + tensor.nbytes > ahead:
                 waiting -= begun[0].value.nbytes
                 yield begun.popleft().filled()
-            begun.append(self._begin(source))
-            waiting += size
+            begun.append(self._begin(name, tensor))
+            waiting += tensor.nbytes
         while begun:
             yield begun.popleft().filled()
 
-    def _begin(self, source: TensorSource) -> _Staged:
-        memory = self._memory(source.stored)
+    def _begin(self, name: str, stored: torch.Tensor) -> _Staged:
+        import torch
+
+        memory = self._memory(stored)
         if memory is None:
-            self.others += source.stored.nbytes
-            return _Staged(source.name, source.tensor())
-        self.staged += source.stored.nbytes
-        content = memory.numpy()
-        filling = [
-            self._pool.submit(source.write_bytes, content[start : start + _SLICE_BYTES], start)
-            for start in range(0, content.size, _SLICE_BYTES)
-        ]
+            self.others += stored.nbytes
+            return _Staged(name, stored)
+        self.staged += stored.nbytes
+        content, source = memory.numpy(), stored.reshape(-1).view(torch.uint8).numpy()
+        slices = (slice(at, at + _SLICE_BYTES) for at in range(0, content.size, _SLICE_BYTES))
+        # NumPy copies: torch's threads would wait for one another at each tensor.
+        filling = [self._pool.submit(np.copyto, content[each], source[each]) for each in slices]
         # Views of torch's own memory, so that torch knows the end of a copy.
-        value = memory.view(source.stored.dtype).view(source.stored.shape)
-        return _Staged(source.name, value, filling)
+        return _Staged(name, memory.view(stored.dtype).view(stored.shape), filling)
 
     def _memory(self, stored: torch.Tensor) -> torch.Tensor | None:
         """Return memory for a tensor. None for an empty one, one on a device, or without room."""

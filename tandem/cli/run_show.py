@@ -126,8 +126,8 @@ def _say_about(about: Row, answer: Row) -> None:
     if engines := answer["engines"]:
         leaving = f", {engines['leaving']} leave" if engines["leaving"] else ""
         say(f"engines: {engines['serving']} of {engines['replicas']} serve{leaving}")
-    if weights := answer["weights"]:
-        say(_weights(weights))
+    if last := answer["published"]:
+        say(f"the last version has {_mib(last['bytes'])} MiB")
     if memory := answer["memory"]:
         say(_memory(memory))
 
@@ -199,19 +199,6 @@ def _layout(ranks: int, *, replicas: int, together: int) -> str:
     of_copy = ranks // replicas
     same = f", {together} of which compute the same datums" if together > 1 else ""
     return f"{ranks} ranks: {copies} on {of_copy} rank{'s'[: of_copy - 1]}{same}"
-
-
-def _weights(weights: Row) -> str:
-    """Example: "deltas are on; the last version has 193 MiB, of which 4 were written: it is a delta
-    of v000002-9f2c41d0"."""
-    deltas = f"deltas are {'on' if weights['deltas'] else 'off'}"
-    if (last := weights["published"]) is None:
-        return deltas
-    text = f"{deltas}; the last version has {_mib(last['bytes'])} MiB"
-    if not (whole := last["delta_of"].rpartition("/")[2]):
-        return text
-    written = _mib(last["written_bytes"])
-    return f"{text}, of which {written} were written: it is a delta of {whole}"
 
 
 def _memory(plan: Row) -> str:

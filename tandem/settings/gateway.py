@@ -186,10 +186,6 @@ class GatewaySettings(BaseSettings):
     min_free_bytes: int = Field(
         64 * 2**20, ge=0, description="Weights are not published with less free disk space."
     )
-    delta_versions: Literal["auto", "on", "off"] = Field(
-        "off",
-        description="Write a run's weights for its own sampler as changes (auto: in bfloat16).",
-    )
     weights_handoff: Literal["auto", "on", "off"] = Field(
         "auto",
         description="An engine reads new weights from the memory of a trainer on its device (auto: "

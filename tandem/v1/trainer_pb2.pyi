@@ -541,14 +541,9 @@ class PublishRequest(google.protobuf.message.Message):
     HEADER_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
-    DELTA_OF_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
-    delta_of: builtins.str
-    """A whole version of the run, in the same folder. Files that differ little from its files may be
-    written as differences. Empty: all files are written whole.
-    """
     handoff: builtins.bool
     """Also keep the weights in memory, for a sampler on the same device."""
     @property
@@ -563,11 +558,10 @@ class PublishRequest(google.protobuf.message.Message):
         header: tandem.v1.common_pb2.OperationHeader | None = ...,
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         parent: builtins.str = ...,
-        delta_of: builtins.str = ...,
         handoff: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["delta_of", b"delta_of", "handoff", b"handoff", "header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handoff", b"handoff", "header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -579,16 +573,10 @@ class PublishReply(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
-    DELTA_OF_FIELD_NUMBER: builtins.int
-    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """The bytes of all files, with patches applied."""
+    """The bytes of all files."""
     seconds: builtins.float
-    delta_of: builtins.str
-    """The base version of a delta."""
-    written_bytes: builtins.int
-    """The bytes in the folder: fewer than `bytes` for a delta."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -604,12 +592,10 @@ class PublishReply(google.protobuf.message.Message):
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
-        delta_of: builtins.str = ...,
-        written_bytes: builtins.int = ...,
         handoff: tandem.v1.common_pb2.Handoff | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "handoff", b"handoff", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "delta_of", b"delta_of", "failure", b"failure", "handoff", b"handoff", "seconds", b"seconds", "version", b"version", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failure", b"failure", "handoff", b"handoff", "seconds", b"seconds", "version", b"version"]) -> None: ...
 
 Global___PublishReply: typing_extensions.TypeAlias = PublishReply
 

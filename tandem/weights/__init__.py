@@ -2,8 +2,7 @@
 
 All ranks write into a partial directory. The manifest comes last, and one rename gives the version
 its name (`store`, `manifest`). A reader verifies a version first (`open_version`). The gateway
-removes unreferenced versions. A `delta` version holds patches of a whole version's files. `sums`
-lets an engine prove its weights.
+removes unreferenced versions. `sums` lets an engine prove its weights.
 
 `serving` renders the commands and the manifest that serve a checkpoint without Tandem.
 
@@ -17,7 +16,6 @@ from tandem.weights.manifest import Canary, Checksum, FileEntry, Manifest, check
 from tandem.weights.store import (
     PartialVersion,
     new_version_name,
-    open_base,
     open_version,
     version_number,
     version_path,
@@ -31,7 +29,6 @@ __all__ = [
     "PartialVersion",
     "checksum_file",
     "new_version_name",
-    "open_base",
     "open_version",
     "version_number",
     "version_path",

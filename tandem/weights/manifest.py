@@ -9,7 +9,6 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 MANIFEST_NAME = "manifest.json"
-PATCH_SUFFIX = ".patch"
 _BLOCK_BYTES = 8 * 2**20
 
 
@@ -44,9 +43,7 @@ class Manifest(BaseModel):
 
     `sums` has the sum (`tandem.weights.sums`) of each floating tensor in `dtype`, taken from the
     trainer's memory. Adapters and older versions have none. `parent` is the previous version,
-    `operation` the request_id of the publishing operation. A delta names its whole base version in
-    `delta_of`, and its patches in `patches`, such as "model.safetensors.patch". Its `files` are the
-    patched results, which are not in the folder."""
+    `operation` the request_id of the publishing operation."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -63,23 +60,10 @@ class Manifest(BaseModel):
     created: str
     files: list[FileEntry]
     canary: Canary | None = None
-    delta_of: str = ""
-    patches: list[FileEntry] = []
 
     @property
     def bytes(self) -> int:
-        """After patching."""
         return sum(entry.bytes for entry in self.files)
-
-    @property
-    def written(self) -> list[FileEntry]:
-        """The files in the folder."""
-        patched = {entry.name.removesuffix(PATCH_SUFFIX) for entry in self.patches}
-        return [*(entry for entry in self.files if entry.name not in patched), *self.patches]
-
-    @property
-    def written_bytes(self) -> int:
-        return sum(entry.bytes for entry in self.written)
 
 
 class Checksum:

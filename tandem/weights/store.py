@@ -211,7 +211,7 @@ def open_version(
     go_on: Callable[[], None] = lambda: None,
     threads: int = 1,
 ) -> Manifest:
-    """Read and verify a version's folder before a load. A delta's base needs `open_base` too.
+    """Read and verify a version's folder before a load.
 
     `go_on` is called before each block, in each of `threads` threads, and stops the reading by
     raising. Raises `LoadFailed` if the manifest is missing or names another version than `name`.
@@ -234,7 +234,7 @@ def open_version(
             why = without_paths(describe(error))
             raise LoadFailed(f"{manifest.version} lacks {entry.name}: {why}") from error
 
-    in_threads(check, manifest.written, threads=threads)
+    in_threads(check, manifest.files, threads=threads)
     return manifest
 
 
@@ -266,19 +266,6 @@ def in_threads(
         return [result.result() for result in results]
     finally:
         waiting.clear()
-
-
-def open_base(
-    path: Path, delta_of: str, *, checksums: bool, go_on: Callable[[], None] = lambda: None
-) -> Path:
-    """Verify the base version of the delta at `path`, like `open_version`. Returns its folder.
-
-    Both belong to one run."""
-    base = path.parent / delta_of.rpartition("/")[2]
-    manifest = open_version(base, name=delta_of, checksums=checksums, go_on=go_on)
-    if manifest.delta_of:
-        raise LoadFailed(f"{delta_of} is a delta itself")
-    return base
 
 
 def _check(

@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.memory import compared
-from benchmarks.gpu.speed import Published, deltas_written, flops
-from benchmarks.gpu.workers import LEARNING_RATE, SIZES, parameters_of
+from benchmarks.gpu.speed import flops
+from benchmarks.gpu.workers import SIZES, parameters_of
 from tandem.v1 import trainer_pb2
 from tests.gpu.__main__ import main as run_gpu_tests
 
@@ -48,11 +48,8 @@ def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of
     assert all(row["training"][way]["tokens_per_second"] > 0 for way in ways)
     assert row["sampling"]["of_vllm_alone"] > 0
     serving = row["serving"]
-    whole, delta = serving["whole"], serving["delta"]
-    assert whole["published_to_served_seconds"] >= whole["load_seconds"] > 0
-    assert (delta["asked_for"], delta["written"]) == (1, 1)
-    assert delta["written_bytes"] < whole["written_bytes"] == whole["bytes"]
-    assert delta["published_to_served_seconds"] > 0
+    files = serving["files"]
+    assert files["published_to_served_seconds"] >= files["load_seconds"] > 0
     assert serving["handoff"]["published_to_served_seconds"] > 0
     assert serving["logprob_gap"]["max"] < 1e-4
 
@@ -62,10 +59,9 @@ def test_adapters_are_published_and_served_where_there_is_no_room_to_train_all(m
     monkeypatch.setattr("benchmarks.gpu.workers._ADAPTERS_FROM", 0)
     row = found("publishing", "serving")["tiny"]
     assert not gpu.failed(row)
-    for part in (row["publishing"], row["serving"]):
-        assert part["whole"]["bytes"] < 2 * parameters_of("tiny")
-        assert part["delta"] == {"asked_for": 1, "written": 0}
-    assert row["serving"]["whole"]["load_seconds"] > 0
+    for part in (row["publishing"], row["serving"]["files"]):
+        assert part["bytes"] < 2 * parameters_of("tiny")
+    assert row["serving"]["files"]["load_seconds"] > 0
     assert row["serving"]["handoff"] == "the trainer kept no copy"
     assert row["serving"]["logprob_gap"]["max"] < 1e-4
 
@@ -102,10 +98,7 @@ def test_each_part_is_written_when_it_ends(monkeypatch, tmp_path):
     row = json.loads(file.read_text())["tiny"]
     assert row["memory"] == {"failed": "RuntimeError: no such kernel"}
     publishing = row["publishing"]
-    assert publishing["learning_rate"] == LEARNING_RATE
-    assert publishing["whole"]["publish_seconds"] > 0
-    assert publishing["delta"]["written"] == 1
-    assert publishing["delta"]["written_bytes"] < publishing["whole"]["written_bytes"]
+    assert publishing["publish_seconds"] > 0
     assert gpu.failed({"tiny": row}) and not gpu.failed({"tiny": {"publishing": publishing}})
 
 
@@ -130,18 +123,6 @@ def test_a_plan_is_compared_with_what_a_trainer_took():
     assert row["planned_on_host"] == {"snapshot": 7}
     assert row["planned_percent_of_allocated"] == 90.0
     assert row["planned_percent_of_reserved"] == 75.0
-
-
-def test_a_whole_version_in_place_of_a_delta_is_not_counted_as_one():
-    def written(size: int, seconds: float, **more: str) -> Published:
-        reply = trainer_pb2.PublishReply(bytes=100, written_bytes=size, **more)
-        return Published(reply, seconds=seconds)
-
-    delta, whole = written(10, 1.0, delta_of="v1"), written(100, 9.0)
-    row = deltas_written([delta, whole])
-    assert (row["asked_for"], row["written"]) == (2, 1)
-    assert (row["written_bytes"], row["publish_seconds"]) == (10, 1.0)
-    assert deltas_written([whole]) == {"asked_for": 1, "written": 0}
 
 
 def test_causal_attention_counts_half():

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.gpu.moves import arrivals
-from sampler_service.weights.files import read_sources
+from sampler_service.weights.files import read_tensors
 from sampler_service.weights.staging import staged, staging_threads
 
 pytestmark = [
@@ -31,28 +31,28 @@ def files(tmp_path: Path) -> Path:
 
 def test_tensors_that_an_engine_copies_from_pinned_memory_are_those_of_the_files(files: Path):
     threads = staging_threads("cuda", workers=1)
-    with staged(read_sources(files), threads=threads) as tensors:
+    with staged(read_tensors(files), threads=threads) as tensors:
         arrived = []
         for name, tensor in tensors:
             assert tensor.is_pinned() or not tensor.numel(), name
             arrived.append((name, torch.empty_like(tensor, device="cuda").copy_(tensor)))
             del tensor
-    sources = list(read_sources(files))
-    assert [name for name, _ in arrived] == [source.name for source in sources]
-    for source, (name, tensor) in zip(sources, arrived, strict=True):
-        assert torch.equal(tensor.cpu(), source.stored), name
+    stored = list(read_tensors(files))
+    assert [name for name, _ in arrived] == [name for name, _ in stored]
+    for (name, expected), (_, tensor) in zip(stored, arrived, strict=True):
+        assert torch.equal(tensor.cpu(), expected), name
 
 
 def test_memory_is_taken_again_only_when_its_copy_has_ended(files: Path):
     """Nobody waits for the copies. Torch knows of them, because the memory is its own."""
     stream = torch.cuda.Stream()
     with (
-        staged(read_sources(files), threads=4, ahead=8 * MIB) as tensors,
+        staged(read_tensors(files), threads=4, ahead=8 * MIB) as tensors,
         torch.cuda.stream(stream),
     ):
         arrived = [(name, tensor.to("cuda", non_blocking=True)) for name, tensor in tensors]
     torch.cuda.synchronize()
-    expected = {source.name: source.stored for source in read_sources(files)}
+    expected = dict(read_tensors(files))
     assert all(torch.equal(tensor.cpu(), expected[name]) for name, tensor in arrived)
 
 

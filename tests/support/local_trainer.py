@@ -203,13 +203,10 @@ def publish(
     operations: Operations,
     path: Path,
     *,
-    delta_of: str = "",
     handoff: bool = False,
 ) -> trainer_pb2.PublishReply:
     version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
-    reply = operations.publish(
-        trainer_pb2.PublishRequest(version=version, delta_of=delta_of, handoff=handoff)
-    )
+    reply = operations.publish(trainer_pb2.PublishRequest(version=version, handoff=handoff))
     assert not reply.HasField("failure"), reply.failure
     return reply
 

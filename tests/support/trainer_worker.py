@@ -204,7 +204,6 @@ class TrainerClient(WorkerClient):
         data_dir: Path,
         number: int = 1,
         *,
-        delta_of: str = "",
         handoff: bool = False,
     ) -> tuple[trainer_pb2.PublishReply, Path]:
         name = f"{self.run_id}/v{number:06d}-{os.urandom(4).hex()}"
@@ -213,7 +212,6 @@ class TrainerClient(WorkerClient):
             trainer_pb2.PublishRequest(
                 header=self.header(),
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
-                delta_of=delta_of,
                 handoff=handoff,
             ),
             metadata=self.metadata,

@@ -273,17 +273,17 @@ def patch_engine(
     """Break the engine's next load, cache or reading, as a fault needs."""
     from sampler_service.vllm import worker_extension
 
-    read, load = worker_extension.read_sources, world.engine.load
-    before = {source.name: source for source in read(world.old_model)}
+    read, load = worker_extension.read_tensors, world.engine.load
+    before = dict(read(world.old_model))
     broken = iter([True])  # the next load alone
 
-    def mixed(directory: Path) -> Iterator[object]:
+    def mixed(directory: Path) -> Iterator[tuple[str, object]]:
         breaks = next(broken, False)
-        for number, source in enumerate(read(directory)):
+        for number, (name, tensor) in enumerate(read(directory)):
             if breaks and fault is interrupted_load and number == 9:
                 raise OSError("the volume is gone")
-            stale = breaks and fault is old_tied_head and EMBEDDING in source.name
-            yield before[source.name] if stale else source
+            stale = breaks and fault is old_tied_head and EMBEDDING in name
+            yield name, before[name] if stale else tensor
 
     def ignore(directory: Path) -> frozenset[str]:
         return frozenset() if next(broken, False) else load(directory)
@@ -294,8 +294,8 @@ def patch_engine(
         ),
         ignored_load: patch.object(world.engine, "load", ignore),
         wake_without_load: patch.object(world.engine, "load", ignore),
-        old_tied_head: patch.object(worker_extension, "read_sources", mixed),
-        interrupted_load: patch.object(worker_extension, "read_sources", mixed),
+        old_tied_head: patch.object(worker_extension, "read_tensors", mixed),
+        interrupted_load: patch.object(worker_extension, "read_tensors", mixed),
     }
     with patches.get(fault, nullcontext()):
         yield

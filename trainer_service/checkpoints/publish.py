@@ -1,7 +1,6 @@
 """Publishes the current weights as a weight version (see `tandem/weights`).
 
-A version is the whole model, its changes since another version (`deltas`), or a LoRA run's adapter
-in PEFT's layout."""
+A version is the whole model, or a LoRA run's adapter in PEFT's layout."""
 
 from __future__ import annotations
 
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
@@ -44,7 +42,6 @@ from tandem.weights.sums import TensorSums
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
-from trainer_service.checkpoints.deltas import PatchedFile, find_base, has_header
 from trainer_service.checkpoints.handoff import KeptCopy
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
@@ -66,9 +63,7 @@ CANARY_TOKENS = 16
 
 @dataclass(frozen=True)
 class VersionRequest:
-    """A version to publish: `name`, final `path`, `parent` version, `step`, id of the `operation`.
-
-    `delta_of` is the whole version that it may be a delta of, or ""."""
+    """A version to publish: `name`, final `path`, `parent` version, `step`, the operation's id."""
 
     name: str
     path: Path
@@ -76,7 +71,6 @@ class VersionRequest:
     parent: str
     step: int
     operation: str = ""
-    delta_of: str = ""
 
     @classmethod
     def from_message(cls, request: trainer_pb2.PublishRequest, *, step: int) -> VersionRequest:
@@ -87,7 +81,6 @@ class VersionRequest:
             parent=request.parent,
             step=step,
             operation=request.header.operation_id,
-            delta_of=request.delta_of,
         )
 
 
@@ -175,7 +168,7 @@ def publish(
 class _Exported:
     """A rank's open files of weights, with their tensors, and the error, if it `failed`."""
 
-    files: list[tuple[HashedFile | PatchedFile, list[Export]]]
+    files: list[tuple[HashedFile, list[Export]]]
     opened: ExitStack
     progress: ByteCount
     sums: TensorSums
@@ -187,7 +180,7 @@ def _export(
 ) -> _Exported:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
     backend, control = trainer.backend, trainer.control
-    base, sums = None, TensorSums(backend.dtype)
+    sums = TensorSums(backend.dtype)
     if backend.training.lora:
         adapter = backend.export_adapter()
         tensors = iter(adapter.items())
@@ -203,11 +196,10 @@ def _export(
         tensors = sums.summing(backend.export_weights(units))
         if copy is not None:
             tensors = copy.copying(tensors)
-        base = find_base(request.path, request.delta_of)
     exported = _Exported([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
-            file = _new_file(partial.path / name, exports, base=base, progress=exported.progress)
+            file = HashedFile(partial.path / name, progress=exported.progress)
             exported.files.append((exported.opened.enter_context(closing(file)), exports))
             _write_tensors(file, exports, tensors)
     except OSError as error:
@@ -237,8 +229,7 @@ def _make_durable(
         sync_at_once(with_arguments(synced, sync) for sync in syncs)
     sums = exported.sums.by_tensor()
     return [_report(file, exports, sums) for file, exports in exported.files] + [
-        {**checksum_file(path).model_dump(), "patch": "", "tensors": "{}", "tensor_bytes": 0}
-        for path in others
+        {**checksum_file(path).model_dump(), "tensors": "{}", "tensor_bytes": 0} for path in others
     ]
 
 
@@ -262,23 +253,12 @@ def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Pa
     return [*copies, config.write_config(partial.path), card]
 
 
-def _new_file(
-    path: Path, exports: Sequence[Export], *, base: Path | None, progress: ByteCount
-) -> HashedFile | PatchedFile:
-    if base is not None and has_header(base / path.name, _writer(path.name, exports).header):
-        threads = torch.get_num_threads()
-        return PatchedFile(path, base=base / path.name, progress=progress, threads=threads)
-    return HashedFile(path, progress=progress)
-
-
 def _report(
-    file: HashedFile | PatchedFile, exports: Sequence[Export], sums: Mapping[str, int]
+    file: HashedFile, exports: Sequence[Export], sums: Mapping[str, int]
 ) -> dict[str, str | int]:
     """`tensors` has the file's tensors with their sums, or null without one."""
-    patch = file.patch_entry().model_dump_json() if isinstance(file, PatchedFile) else ""
     return {
         **file.entry().model_dump(),
-        "patch": patch,
         "tensors": json.dumps({each.name: sums.get(each.name) for each in exports}),
         "tensor_bytes": sum(export.bytes for export in exports),
     }
@@ -342,9 +322,7 @@ def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
 
 
 def _write_tensors(
-    file: HashedFile | PatchedFile,
-    exports: Sequence[Export],
-    tensors: Iterator[tuple[str, Tensor]],
+    file: HashedFile, exports: Sequence[Export], tensors: Iterator[tuple[str, Tensor]]
 ) -> None:
     """Write one safetensors file. The library ignores errors of close, where NFS reports failed
     writes."""
@@ -375,9 +353,6 @@ def _commit(
     trainer: RankTrainer,
 ) -> Manifest:
     entries = [FileEntry.model_validate(item) for item in written]
-    patches = [
-        FileEntry.model_validate_json(str(item["patch"])) for item in written if item["patch"]
-    ]
     weight_map, sums = {}, {}
     for item in written:
         for tensor, value in json.loads(str(item["tensors"])).items():
@@ -404,8 +379,6 @@ def _commit(
         created=datetime.now(UTC).isoformat(),
         files=entries,
         canary=canary,
-        delta_of=request.delta_of if patches else "",
-        patches=patches,
     )
     partial.commit(manifest, unsynced=unsynced)
     return manifest

@@ -56,6 +56,6 @@ class TrainerMetrics:
                 if reply.micro_batch_tokens:
                     self.micro_batch_tokens.set(reply.micro_batch_tokens)
             case trainer_pb2.PublishReply():
-                self.published.inc(reply.written_bytes)
+                self.published.inc(reply.bytes)
             case trainer_pb2.OptimStepReply() | trainer_pb2.LoadCheckpointReply():
                 self.steps.set(reply.step)

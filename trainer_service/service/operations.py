@@ -281,8 +281,6 @@ class Operations:
             ),
             bytes=manifest.bytes,
             seconds=time.perf_counter() - began,
-            delta_of=manifest.delta_of,
-            written_bytes=manifest.written_bytes,
             handoff=None if copy is None else self._offer(copy),
         )
 

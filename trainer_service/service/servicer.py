@@ -433,5 +433,5 @@ def _in_numbers(reply: Reply, seconds: float) -> dict[str, int]:
         per_second = reply.tokens / seconds if seconds else 0
         return {"tokens": reply.tokens, "tokens_per_second": round(per_second)}
     if isinstance(reply, trainer_pb2.PublishReply):
-        return {"bytes": reply.bytes, "written_bytes": reply.written_bytes}
+        return {"bytes": reply.bytes}
     return {}

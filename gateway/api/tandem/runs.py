@@ -17,7 +17,6 @@ from gateway.runs.record.events import EventKind, run_events
 from gateway.runs.record.identity import identity_changes
 from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rows import RunFilters, RunRecord, TrainingStep
-from gateway.runs.run import Run
 from tandem.errors import UnknownRun
 from tandem.v1 import trainer_pb2
 
@@ -116,29 +115,17 @@ class RunMemory(Answer):
 
 
 class PublishedVersion(Answer):
-    """`bytes` is the size for a reader, `written_bytes` the size on the disk. It is smaller for a
-    delta of the version `delta_of`, which is "" for a whole version."""
-
-    version: str
+    name: str
     bytes: int
-    written_bytes: int
-    delta_of: str
-
-
-class RunWeights(Answer):
-    """`deltas`: versions for the run's own sampler may be deltas. `published` is the last version
-    since the gateway started, or null."""
-
-    deltas: bool
-    published: PublishedVersion | None
 
 
 class RunSteps(Answer):
-    """`weights` and `memory` are null without a trainer, `memory` also without a plan. `engines` is
-    null without engines. `before` fetches the preceding steps, null if there are none."""
+    """`published` is the run's last version since the gateway started, or null. `memory` is null
+    without a trainer or its plan, and `engines` without engines. `before` fetches the preceding
+    steps, null if there are none."""
 
     run: RunSummary
-    weights: RunWeights | None
+    published: PublishedVersion | None
     memory: RunMemory | None
     engines: EngineCounts | None
     steps: list[StepInfo]
@@ -229,10 +216,11 @@ async def run_steps(
     found = await records.newest_steps(run_id, limit=limit + 1, before=before)
     [summary] = await summaries_of([run], access)
     live = gateway.runs.get(run_id)
+    published = live.published if live is not None else None
     sampler = gateway.samplers.by_key(live.host.sampler) if live is not None else None
     return RunSteps(
         run=summary,
-        weights=_weights(live) if live is not None else None,
+        published=PublishedVersion.of(published) if published is not None else None,
         memory=_memory(live.about) if live is not None else None,
         engines=EngineCounts.of_sampler(sampler) if sampler is not None else None,
         steps=[StepInfo.of(step) for step in found[-limit:]],
@@ -277,14 +265,6 @@ def _summary(run: RunRecord, last: TrainingStep | None, record: RecordIndex) -> 
         tags=run.identity.tags or [],
         progress=RunProgress.of(progress) if progress is not None else None,
         last=record.last,
-    )
-
-
-def _weights(run: Run) -> RunWeights:
-    published = run.published
-    return RunWeights(
-        deltas=run.publishes_deltas,
-        published=PublishedVersion.of(published) if published is not None else None,
     )
 
 

@@ -50,22 +50,24 @@ def start(on_lost):
     worker_extension.staged = partial(worker_extension.staged, allocate=memory, ahead=2**16)
     worker_extension.staging_threads = lambda device, workers: threads
 
-    extension, read = worker_extension.WeightsExtension, worker_extension.read_sources
+    extension, read = worker_extension.WeightsExtension, worker_extension.read_tensors
     load = extension.tandem_load
 
     def mixed(stale):
-        before = {each.name: each for each in read(old)}
-        return lambda *where: (before[t.name] if stale in t.name else t for t in read(*where))
+        before = dict(read(old))
+        return lambda *where: (
+            (name, before[name] if stale in name else tensor) for name, tensor in read(*where)
+        )
 
     def tandem_load(worker, directory):
-        worker_extension.read_sources = read
+        worker_extension.read_tensors = read
         sabotage = order.read_text()
         if sabotage == "ignored":
             return set()
         if sabotage == "version before":
             return load(worker, str(old))
         if sabotage:
-            worker_extension.read_sources = mixed(sabotage)
+            worker_extension.read_tensors = mixed(sabotage)
         return load(worker, directory)
 
     extension.tandem_load = tandem_load

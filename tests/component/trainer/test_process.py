@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sampler_service.weights.files import read_tensors, verified_tensors, weights_files
 from tandem.agent.worker_process import group_members
 from tandem.v1 import trainer_pb2
 from tandem.weights import open_version
@@ -89,25 +88,6 @@ def test_two_ranks_compute_what_one_rank_computes(one, two, tmp_path, loss):
     assert alone.keys() == shared.keys()
     for name, tensor in alone.items():
         torch.testing.assert_close(tensor, shared[name], rtol=1e-3, atol=1e-4)
-
-
-def test_each_of_two_ranks_writes_what_changed_in_its_files(two, tmp_path):
-    before, _ = two.publish(tmp_path)
-    two.output(request(mixed_data()))
-    two.optim_step(lr=1e-6)
-    whole, path = two.publish(tmp_path, 2)
-    delta, changed = two.publish(tmp_path, 3, delta_of=before.version.name)
-    assert delta.delta_of == before.version.name and delta.bytes == whole.bytes
-    assert len(open_version(changed).patches) == len(list(path.glob("*.safetensors"))) == 2
-    expected = dict(read_tensors(path))
-    manifest = open_version(changed)
-    found = {
-        name: tensor
-        for file in weights_files(changed)
-        for name, tensor in verified_tensors(file, manifest, lambda: None)
-    }
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def test_forward_after_a_step_sees_the_new_weights_on_two_ranks(two):

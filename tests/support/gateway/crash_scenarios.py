@@ -129,7 +129,6 @@ class Scenario:
             "session_ttl": 1e9,
             "sequence_gap_timeout": 100.0,
             "min_free_bytes": 0,
-            "delta_versions": "auto",
             "models": {"tiny": self.folder / "tiny"},
             "sharing": {"lora_runs": "always"},
         } | self.settings

@@ -253,13 +253,11 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         version = request.version
         version.step = run.step
         version.adapter = run.is_lora
-        manifest = _write_version(run, version, request.delta_of)
+        manifest = _write_version(run, version)
         run.published = version.name
         return trainer_pb2.PublishReply(
             version=version,
             bytes=manifest.bytes,
-            written_bytes=sum(entry.bytes for entry in manifest.patches or manifest.files),
-            delta_of=manifest.delta_of,
             handoff=common_pb2.Handoff(name=version.name) if request.handoff else None,
         )
 
@@ -337,9 +335,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         return trainer_pb2.LoadCheckpointReply(step=run.step)
 
 
-def _write_version(run: FakeRun, version, delta_of: str) -> Manifest:
-    """Write the number of steps as weights, and a manifest. A delta holds a three-byte
-    patch."""
+def _write_version(run: FakeRun, version) -> Manifest:
+    """Write the number of steps as weights, and a manifest."""
     partial = PartialVersion(Path(version.path))
     partial.create()
     names = (
@@ -350,18 +347,11 @@ def _write_version(run: FakeRun, version, delta_of: str) -> Manifest:
     (partial.path / names[0]).write_bytes(b"weights of step %d" % run.step)
     (partial.path / names[1]).write_text('{"fake": true}')
     files = [checksum_file(partial.path / name) for name in names]
-    patches = []
-    if delta_of:
-        patch = (partial.path / names[0]).rename(partial.path / f"{names[0]}.patch")
-        patch.write_bytes(b"new")
-        patches.append(checksum_file(patch))
     manifest = Manifest(
         version=version.name,
         run_id=version.run_id,
         step=run.step,
         adapter=version.adapter,
-        delta_of=delta_of,
-        patches=patches,
         dtype="float32",
         tensors=1,
         created="2026-01-01T00:00:00+00:00",

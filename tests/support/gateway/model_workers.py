@@ -32,7 +32,7 @@ from tandem.errors import (
 )
 from tandem.protocol.worker import WorkerSpec
 from tandem.v1 import common_pb2, sampler_pb2, trainer_pb2
-from tandem.weights import Manifest, PartialVersion, checksum_file, open_base, open_version
+from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tests.support.crashing_loop import as_process
 
 _BYTES = 100
@@ -188,9 +188,7 @@ class ModelSampler(ModelWorker):
         assert self.state != sampler_pb2.SAMPLER_STATE_ASLEEP, "it was called while asleep"
         if version.name in (self.version.name, *self.adapters):
             return
-        manifest = open_version(Path(version.path), name=version.name)
-        if manifest.delta_of:
-            open_base(Path(version.path), manifest.delta_of, checksums=True)
+        open_version(Path(version.path), name=version.name)
         if drain and not version.adapter:
             await self._idle.wait()
         self.state = sampler_pb2.SAMPLER_STATE_LOADING
@@ -456,11 +454,7 @@ class ModelRun:
             partial.create()
             await self._misfortune.delay(1.0)
             file = partial.path / "model.safetensors"
-            if request.delta_of:
-                open_base(path, request.delta_of, checksums=True)
-                file = partial.path / "model.safetensors.patch"
             file.write_text(state.weights)
-            written = checksum_file(file)
             await self._misfortune.delay(1.0)
             manifest = Manifest(
                 version=version.name,
@@ -470,20 +464,13 @@ class ModelRun:
                 dtype="float32",
                 tensors=1,
                 created="2026-01-01T00:00:00+00:00",
-                files=[written.model_copy(update={"name": "model.safetensors"})],
-                delta_of=request.delta_of,
-                patches=[written] if request.delta_of else [],
+                files=[checksum_file(file)],
             )
             partial.commit(manifest)
-        elif (manifest := open_version(path)).operation != operation:
+        elif open_version(path).operation != operation:
             return trainer_pb2.PublishReply(failure=PublishFailed("it exists").to_failure())
         state.published = version.name
-        return trainer_pb2.PublishReply(
-            version=version,
-            bytes=12,
-            delta_of=manifest.delta_of,
-            written_bytes=2 if manifest.delta_of else 12,
-        )
+        return trainer_pb2.PublishReply(version=version, bytes=12)
 
     async def SaveCheckpoint(self, request):
         return await self._in_order(request, self._save)

@@ -61,7 +61,6 @@ _RUNS: tuple[dict[str, object], ...] = (
         "states": "bfloat16",
         "offload": "moments",
         "compile": "on",
-        "delta": "on",
         "backend": "fsdp2",
         "group": "train",
         "sampler": "none",

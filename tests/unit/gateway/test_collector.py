@@ -82,36 +82,6 @@ async def test_names_of_checkpoints_and_sampling_sessions_and_uses_keep_versions
     assert (await store.versions.version(names["b"])).name == names["b"]
 
 
-async def test_what_a_delta_was_compared_with_goes_when_no_delta_of_it_is_kept(store):
-    names = {key: f"{RUN}/v00000{i}-{i}{i}{i}{i}{i}{i}{i}{i}" for i, key in enumerate("abcd")}
-    for key, delta_of in {"a": "", "b": "a", "c": "a", "d": ""}.items():
-        folder(store, relative_version_folder(names[key]))
-        version = WeightVersion(
-            name=names[key],
-            path="",
-            run_id=RUN,
-            step=0,
-            base_model="tiny",
-            delta_of=names.get(delta_of, ""),
-        )
-        await store.versions.add_version(version)
-
-    def left() -> str:
-        found = {path.name for path in (store.data_dir / "weights/s-1_train_0").iterdir()}
-        return "".join(key for key, name in names.items() if name.rpartition("/")[2] in found)
-
-    pins = store.checkpoints.pins
-    with pins.pinned(relative_version_folder(names["d"])):
-        with pins.pinned(relative_version_folder(names["b"])):
-            await store.collector.collect(RUN)
-            assert left() == "abd"
-            await store.collector.collect(None)
-            assert left() == "abd"
-            assert (await store.versions.version(names["b"])).delta_of == names["a"]
-        await store.collector.collect(RUN)
-        assert left() == "d"
-
-
 async def test_what_is_read_stays_and_goes_when_the_reader_has_ended(store):
     path = folder(store, "checkpoints/s-1_train_0/a-11111111")
     saved = checkpoint(store, "checkpoints/s-1_train_0/a-11111111")

@@ -54,7 +54,7 @@ SCRIPTS: Mapping[str, Script] = {
         *(load("none"), refused(), batch(3), missing(), late(step()), alone(batch(4)), step()),
         *(batch(5), step(), forward()),
     ],
-    "deltas": [
+    "versions": [
         *(publish(0), batch(1), step(), publish(1), save_for_sampler("b"), batch(2), step()),
         *(publish(2), batch(3), step(), publish(3), export("c"), publish(4)),
     ],

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from alembic.script import ScriptDirectory
-from sqlalchemy import MetaData, event, insert, inspect, select, text
+from sqlalchemy import Column, MetaData, String, event, insert, inspect, select, text
 
 from gateway.checkpoints.base_models import BaseModels
 from gateway.checkpoints.versions import WeightVersion
@@ -18,6 +18,7 @@ from gateway.storage.tables import (
     runs,
     sampling_sessions,
     sessions,
+    weight_versions,
 )
 from tandem.errors import UnknownSchema
 from tests.support.gateway.checkpoint_store import RUN, Store, checkpoint, whole
@@ -124,14 +125,21 @@ RECORD_COLUMNS = {"runs": {"name", "tags", "config", "parent_run", "parent_step"
 
 
 def tables_without(tables, columns):
-    """The tables of an earlier schema: today's without these tables and columns."""
+    """The tables of an earlier schema: today's without these tables and columns, and with bases of
+    deltas."""
     old = MetaData()
     for table in metadata.sorted_tables:
         if table.name not in tables:
             copy = table.to_metadata(old)
             for name in columns.get(table.name, ()):
                 copy._columns.remove(copy.c[name])
+    base = Column("delta_of", String(200), nullable=False, default="")
+    old.tables["weight_versions"].append_column(base)
     return old
+
+
+def tables_before_whole_versions():
+    return tables_without((), {})
 
 
 def tables_before_the_playground():
@@ -226,6 +234,38 @@ async def test_a_database_before_the_playground_keeps_its_sessions_and_gets_its_
     old = tables_before_the_playground()
     found = await migrated(tmp_path, sessions, row, old=old, revision="0005_jobs")
     assert (found["id"], found["owner"]) == ("s-1", "ann")
+
+
+async def test_a_database_with_deltas_keeps_its_runs_and_versions_without_them(tmp_path):
+    run = {
+        "id": RUN,
+        "session_id": "s-1",
+        "base_model": "tiny",
+        "training": {},
+        "asks": {"ranks": 2, "delta": "auto"},
+        "owner": "ann",
+        "state": "active",
+        "user_metadata": {},
+        "created_at": 1.0,
+    }
+    version = {
+        "name": f"{RUN}/v000002-33333333",
+        "run_id": RUN,
+        "base_model": "tiny",
+        "path": "weights/s-1_train_0/v000002-33333333",
+        "delta_of": f"{RUN}/v000001-22222222",
+        "step": 3,
+        "bytes": 12,
+        "created_at": 1.0,
+    }
+    found = []
+    for table, row in ((runs, run), (weight_versions, version)):
+        folder = tmp_path / table.name
+        folder.mkdir()
+        old = tables_before_whole_versions()
+        found.append(await migrated(folder, table, row, old=old, revision="0006_playground"))
+    assert (found[0]["id"], found[0]["asks"]) == (RUN, {"ranks": 2})
+    assert (found[1]["name"], found[1]["bytes"]) == (version["name"], 12)
 
 
 def by_name(schema):

@@ -80,7 +80,6 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
             "tandem.states": "bfloat16",
             "tandem.offload": "moments",
             "tandem.compile": "on",
-            "tandem.delta": "off",
             "tandem.backend": "fsdp2",
             "tandem.share": "always",
             "tandem.group": "train",
@@ -110,7 +109,7 @@ def test_every_name_is_understood_as_the_text_that_a_client_sends():
     assert options.replicas == 3
     assert options.trainer_settings(SETTINGS).compile == "on"
     assert options.trainer_start_timeout == 1200.0, "with the time to compile"
-    assert (options.share, options.delta) == ("always", "off")
+    assert options.share == "always"
     assert options.sharing == Sharing.TIME_SLICE
     training = options.training(TrainingSpec())
     assert (training.states, training.offload) == ("bfloat16", "moments")
@@ -360,15 +359,6 @@ def test_frozen_weights_under_adapters_can_be_on_the_host_and_those_of_dimuon_ca
     assert settled(None, asked, OTHERS["by dimuon"]).offload == "none"
     with pytest.raises(InvalidRequest, match=r"offload is weights, .* trains by dimuon"):
         settled(asked, None, OTHERS["by dimuon"])
-
-
-def test_adapters_are_published_whole_and_a_run_that_asks_for_deltas_of_them_is_refused():
-    asked, adapters = {"tandem.delta": "on"}, OTHERS["adapters"]
-    assert settled(asked, None, TrainingSpec()).delta == "on"
-    assert settled(asked, None, OTHERS["by dimuon"]).delta == "on"
-    assert settled(None, asked, adapters).delta == "off", "of a session it does not concern them"
-    with pytest.raises(InvalidRequest, match=r"tandem\.delta is on, and this run trains adapters"):
-        settled(asked, None, adapters)
 
 
 def test_an_engine_on_more_devices_than_any_group_for_samplers_has_is_refused_with_the_groups():

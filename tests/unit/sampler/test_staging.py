@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import weakref
-from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
@@ -13,10 +11,8 @@ import torch
 from safetensors import SafetensorError
 from structlog.testing import capture_logs
 
-from sampler_service.weights.files import TensorSource, WeightsFile, read_sources, read_tensors
+from sampler_service.weights.files import read_tensors
 from sampler_service.weights.staging import staged, staging_threads
-from tandem.errors import LoadFailed
-from tandem.weights.delta import PIECE_BYTES, encode
 
 MIB = 2**20
 ODD = {
@@ -101,7 +97,7 @@ def test_tensors_of_any_type_shape_and_place_are_those_of_the_file(tmp_path: Pat
     write_in_order(tmp_path / "2.safetensors", {"other": torch.randn(33)})
     memory = Memory()
     with staged(
-        read_sources(tmp_path), threads=3, allocate=memory, ahead=MIB, most=40 * MIB
+        read_tensors(tmp_path), threads=3, allocate=memory, ahead=MIB, most=40 * MIB
     ) as tensors:
         found = list(tensors)  # all are kept, so no memory is reused
     assert len(memory.storages) == len(found) - 1, "what is empty needs none"
@@ -113,27 +109,27 @@ def test_tensors_of_any_type_shape_and_place_are_those_of_the_file(tmp_path: Pat
     assert not threads_left()
 
 
-def numbered(count: int, *, size: int = MIB) -> list[TensorSource]:
-    return [TensorSource(str(n), torch.full((size,), n, dtype=torch.uint8)) for n in range(count)]
+def numbered(count: int, *, size: int = MIB) -> list[tuple[str, torch.Tensor]]:
+    return [(str(n), torch.full((size,), n, dtype=torch.uint8)) for n in range(count)]
 
 
 def test_so_much_is_staged_ahead_and_a_larger_tensor_alone():
     sources = numbered(9)
-    sources.insert(4, TensorSource("large", torch.ones(5 * MIB, dtype=torch.uint8)))
+    sources.insert(4, ("large", torch.ones(5 * MIB, dtype=torch.uint8)))
     memory = Memory()
     with staged(sources, threads=2, allocate=memory, ahead=3 * MIB) as tensors:
         sums = {name: int(tensor.sum()) for name, tensor in tensors}
-    assert sums == {s.name: int(s.stored.sum()) for s in sources}
+    assert sums == {name: int(tensor.sum()) for name, tensor in sources}
     assert len(memory.storages) == len(sources)
     assert memory.most == 8 * MIB, "the large one is in use while the next are staged"
 
 
 def test_a_tensor_beyond_the_bound_is_as_it_is_stored_and_the_others_are_staged():
-    sources = [*numbered(2), TensorSource("large", torch.ones(5 * MIB)), *numbered(2)]
+    sources = [*numbered(2), ("large", torch.ones(5 * MIB)), *numbered(2)]
     memory = Memory()
     with staged(sources, threads=2, allocate=memory, ahead=MIB, most=4 * MIB) as tensors:
         found = [tensor for _, tensor in tensors]
-    assert found[2] is sources[2].stored and len(memory.storages) == 4
+    assert found[2] is sources[2][1] and len(memory.storages) == 4
 
 
 def test_what_is_taken_and_kept_has_a_bound_above_which_tensors_are_as_they_are_stored():
@@ -151,7 +147,7 @@ def test_without_memory_the_rest_is_as_it_is_stored_and_the_log_says_so():
         staged(sources, threads=2, allocate=Memory(refuses_after=2), ahead=MIB) as tensors,
     ):
         found = [tensor for _, tensor in tensors]
-    stored = [found[n] is sources[n].stored for n in range(5)]
+    stored = [found[n] is sources[n][1] for n in range(5)]
     assert stored == [False, False, True, True, True]
     assert all((tensor == n).all() for n, tensor in enumerate(found))
     assert [(log["event"], log.get("others")) for log in logs] == [
@@ -160,53 +156,13 @@ def test_without_memory_the_rest_is_as_it_is_stored_and_the_log_says_so():
     ]
 
 
-@pytest.fixture
-def changed(tmp_path: Path) -> WeightsFile:
-    """A file with a patch of its second tensor, which has several slices."""
-    old = {"same": torch.arange(5.0), "changed": torch.zeros(40 * MIB, dtype=torch.int8)}
-    file = write_in_order(tmp_path / "1.safetensors", old)
-    new = old["changed"].clone()
-    new[:: 3 * MIB + 1] = 7
-    place = file.stat().st_size - new.nbytes
-    with (tmp_path / "patch").open("wb") as patch:
-        for at in range(0, new.nbytes, PIECE_BYTES):
-            one, other = (
-                t[at : at + PIECE_BYTES].view(torch.uint8).numpy() for t in (old["changed"], new)
-            )
-            patch.writelines(encode(one, other, start=place + at))
-    return WeightsFile(file, tmp_path / "patch")
-
-
-def test_threads_apply_the_changes_of_a_delta(changed: WeightsFile):
-    with staged(changed.sources(), threads=3, allocate=Memory()) as tensors:
-        found = dict(tensors)
-    expected = {source.name: source.tensor() for source in changed.sources()}
-    assert {name: raw(tensor) for name, tensor in found.items()} == {
-        name: raw(tensor) for name, tensor in expected.items()
-    }
-    assert found["changed"].count_nonzero() == 14
-
-
-def test_a_patch_that_is_damaged_is_named_and_nothing_is_left(changed: WeightsFile):
-    content = bytearray(changed.patch.read_bytes())
-    content[16] = 255  # the first gap continues without an end
-    changed.patch.write_bytes(content)
-    with (
-        pytest.raises(LoadFailed, match="patch is damaged"),
-        staged(changed.sources(), threads=2, allocate=Memory()) as tensors,
-    ):
-        deque(tensors, maxlen=0)
-    gc.collect()  # an error in a thread refers to itself
-    assert not threads_left() and not open_files(changed.path.parent)
-
-
 def test_an_error_between_two_files_and_an_engine_that_refuses_leave_nothing(tmp_path: Path):
     write_in_order(tmp_path / "1.safetensors", ODD)
     (tmp_path / "2.safetensors").write_bytes(b"no safetensors")
     for refuses, error in ((False, SafetensorError), (True, KeyError)):
         with (
             pytest.raises(error),
-            staged(read_sources(tmp_path), threads=2, allocate=Memory(), ahead=0) as tensors,
+            staged(read_tensors(tmp_path), threads=2, allocate=Memory(), ahead=0) as tensors,
         ):
             for name, _ in tensors:
                 if refuses:
@@ -217,6 +173,6 @@ def test_an_error_between_two_files_and_an_engine_that_refuses_leave_nothing(tmp
 def test_a_cpu_and_an_engine_of_many_workers_stage_nothing():
     assert staging_threads("cpu", workers=1) == staging_threads("cuda", workers=8) == 0
     assert 1 <= staging_threads("cuda", workers=4) <= staging_threads("cuda", workers=1) <= 8
-    source = TensorSource("a", torch.arange(4))
-    with staged([source], threads=0) as tensors:
-        assert next(tensors)[1] is source.stored
+    stored = torch.arange(4)
+    with staged([("a", stored)], threads=0) as tensors:
+        assert next(tensors)[1] is stored

@@ -10,7 +10,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from sampler_service.weights.files import read_sources
+from sampler_service.weights.files import read_tensors
 from tandem.errors import InvalidRequest, LoadFailed, NameTaken
 from tandem.protocol.worker import LoraSpec
 from tandem.weights import open_version
@@ -174,7 +174,7 @@ def test_a_base_of_several_files_in_bfloat16_stays_so(models, published, tmp_pat
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
     # A second copy under other names, absent from the index, as in some repositories.
     save_file({"layers.0.wo": torch.ones(2)}, tmp_path / "base" / "consolidated.safetensors")
-    names = {source.name for source in read_sources(tmp_path / "base")}
+    names = {name for name, _ in read_tensors(tmp_path / "base")}
     assert names == {*base.state_dict()} - {"lm_head.weight"}
     merge(published["qwen3"], tmp_path / "base", tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
