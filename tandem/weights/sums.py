@@ -11,6 +11,7 @@ first converted to the engine's dtype. Different numbers have one sum with a pro
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -89,12 +90,11 @@ def _sum_on_device(
     width = 8 // dtype.itemsize
     words = tensor.dim() >= 2 and tensor.shape[-1] % width == 0 and ".experts." not in name
     values = tensor.detach().reshape(-1)
-    bits = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     if values.device.type == "cpu":
-        return _sum_on_host(values, dtype, bits, go_on, width=width if words else 1)
+        return _sum_on_host(values, dtype, go_on, width=width if words else 1)
     piece = _WORDS_ON_GPU * width
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    bits = torch.int64 if words else bits
+    bits = torch.int64 if words else {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     for start in range(0, values.numel(), piece):
         go_on()
         hashed = values[start : start + piece].to(dtype, copy=True).view(bits).to(torch.int64)
@@ -108,20 +108,21 @@ def _sum_on_device(
 def _sum_on_host(
     values: torch.Tensor,
     dtype: torch.dtype,
-    bits: torch.dtype,
     go_on: Callable[[], None],
     *,
     width: int,
 ) -> int:
     """Like the loop for GPUs, in numpy: its buffers are reused, and torch takes four times as long.
 
-    A word has `width` values. `bits` has a value's size."""
+    A word has `width` values."""
     hashed, shifted = np.empty((2, min(_WORDS_ON_CPU, values.numel())), np.int64)
     total = 0
     for start in range(0, values.numel(), _WORDS_ON_CPU * width):
         go_on()
-        piece = values[start : start + _WORDS_ON_CPU * width].to(dtype).view(bits).numpy()
-        words = piece.view(np.int64) if width > 1 else piece
+        piece = values[start : start + _WORDS_ON_CPU * width].to(dtype).contiguous()
+        # After `numpy()`, the storage of a gathered tensor could not be emptied.
+        content = (ctypes.c_ubyte * piece.nbytes).from_address(piece.data_ptr())
+        words = np.frombuffer(content, np.int64 if width > 1 else f"i{dtype.itemsize}")
         one, two = hashed[: words.size], shifted[: words.size]
         np.right_shift(words, 32, out=two, dtype=np.int64)
         np.bitwise_xor(words, two, out=one)
