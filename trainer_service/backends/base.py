@@ -4,6 +4,7 @@ import enum
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
@@ -17,7 +18,14 @@ from tandem.backends.registry import REFUSED, backends_of_runs, descriptions
 from tandem.errors import UnsupportedByBackend, WorkerStartFailed, describe
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
-from trainer_service.backends.loop import Done, Objective, ShareResult, compute_share
+from trainer_service.backends.loop import (
+    Done,
+    MicroBatchBackend,
+    MicroBatchTask,
+    Objective,
+    ShareResult,
+    compute_share,
+)
 from trainer_service.batches.micro_batches import MicroBatch, RankPlan
 from trainer_service.batches.validation import Batch
 from trainer_service.losses.base import LossResult
@@ -167,6 +175,27 @@ class TrainerBackend(ABC):
         The result's `loss` is differentiable. `by_entry`: see `Loss.by_entry`."""
         logprobs = self.logprobs(micro_batch, gradients=True)
         return logprobs.detach(), objective(logprobs)
+
+    def joins(self, tokens: int, *, by_entry: bool) -> bool:
+        """ADAPTERS: True if a micro-batch of `tokens` can share a pass with those of other runs."""
+        return False
+
+    def losses_of(
+        self, runs: Sequence[MicroBatchBackend], tasks: Sequence[MicroBatchTask]
+    ) -> list[tuple[Tensor, LossResult]]:
+        """ADAPTERS: as `loss_of` for the tasks of several `runs` of this model, in one pass.
+
+        Only if each `joins`, within `joint_pass`. Thread-safe if `threads`."""
+        raise self.cannot(Capability.ADAPTERS)
+
+    def joint_pass(self) -> AbstractContextManager[None]:
+        """ADAPTERS: within the block, `losses_of` is called, also by other threads."""
+        raise self.cannot(Capability.ADAPTERS)
+
+    @property
+    def trained(self) -> Sequence[Parameter]:
+        """The trained parameters, in the order of `gradients`. Only if it `joins`."""
+        raise self.cannot(Capability.ADAPTERS)
 
     @property
     def warm(self) -> bool:

@@ -7,6 +7,7 @@ import functools
 import gc
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,7 +34,14 @@ from trainer_service.backends.base import (
 )
 from trainer_service.backends.copies import CopiedWeights
 from trainer_service.backends.exporting import WholeWeights
-from trainer_service.backends.loop import Done, Objective, ShareResult, compute_share
+from trainer_service.backends.loop import (
+    Done,
+    MicroBatchBackend,
+    MicroBatchTask,
+    Objective,
+    ShareResult,
+    compute_share,
+)
 from trainer_service.backends.planning import at_once, memory_of, plan_memory
 from trainer_service.backends.sharding import RankMesh, ShardGroups
 from trainer_service.backends.token_logprobs import TokenLogprobs
@@ -43,7 +51,7 @@ from trainer_service.batches.micro_batches import (
     micro_batches_to_compile,
 )
 from trainer_service.batches.validation import Batch
-from trainer_service.lora.adapters import ActiveAdapters, freeze
+from trainer_service.lora.adapters import ActiveAdapters, chooses_experts, freeze
 from trainer_service.lora.run_adapters import RunAdapters
 from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import Checkpointing
@@ -75,6 +83,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
+_JOINT_TOKENS = 16
 _COMPILE_THREADS = 8
 """The most compile threads of one rank."""
 
@@ -283,6 +292,14 @@ class Fsdp2Backend(TrainerBackend):
             logits_bytes=settings.logits_bytes or LOGITS_BYTES[self.device],
             compiled=self._compiled,
         )
+        self._joins = (
+            self.packs
+            and self._world.size == 1
+            and self._mesh is None
+            and not self._compiled
+            and self.training.lora is not None
+            and not chooses_experts(self._model)
+        )
         self._groups.reshard()
 
     def _try_dividing(self, path: Path, mesh: DeviceMesh) -> None:
@@ -364,10 +381,35 @@ class Fsdp2Backend(TrainerBackend):
     def loss_of(
         self, micro_batch: MicroBatch, objective: Objective, *, by_entry: bool
     ) -> tuple[Tensor, LossResult]:
-        if not by_entry or not self._logprobs.in_chunks(micro_batch):
+        if not by_entry or not self._logprobs.in_chunks(micro_batch.tokens.size):
             return super().loss_of(micro_batch, objective, by_entry=by_entry)
         self._choose_checkpointing(micro_batch)
         return self._logprobs.with_gradients(micro_batch, objective)
+
+    def joins(self, tokens: int, *, by_entry: bool) -> bool:
+        """Compiled code has one adapter in each layer, and a layer of experts gets some rows only.
+
+        With fewer tokens, libraries multiply matrices in another way, so bits would differ."""
+        return (
+            self._joins
+            and tokens >= _JOINT_TOKENS
+            and not self.plan.checkpoints(tokens)
+            and (by_entry or not self._logprobs.in_chunks(tokens))
+        )
+
+    def losses_of(
+        self, runs: Sequence[MicroBatchBackend], tasks: Sequence[MicroBatchTask]
+    ) -> list[tuple[Tensor, LossResult]]:
+        self._checkpointing.on = False
+        adapters = [run._adapters.by_module for run in runs if isinstance(run, Fsdp2Backend)]
+        return self._logprobs.of_runs(tasks, adapters)
+
+    def joint_pass(self) -> AbstractContextManager[None]:
+        return self._active.joint_pass()
+
+    @property
+    def trained(self) -> Sequence[nn.Parameter]:
+        return list(self._trainable.values())
 
     def _choose_checkpointing(self, micro_batch: MicroBatch) -> None:
         """Checkpointing does not change the bits."""
@@ -380,13 +422,12 @@ class Fsdp2Backend(TrainerBackend):
         return True
 
     def gradients(self, loss: Tensor) -> Gradients:
-        parameters = list(self._trainable.values())
-        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+        return list(torch.autograd.grad(loss, self.trained, allow_unused=True))
 
     def accumulate(self, gradients: Gradients) -> None:
         if not gradients:
             return
-        parameters = list(self._trainable.values())
+        parameters = self.trained
         total = add_gradients([parameter.grad for parameter in parameters], gradients)
         for parameter, gradient in zip(parameters, total, strict=True):
             parameter.grad = gradient

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,9 @@ from torch import nn
 
 from tandem.telemetry import get_log
 from trainer_service.backends.base import to_device
-from trainer_service.backends.loop import Objective
-from trainer_service.batches.micro_batches import MicroBatch, of_two_tokens
-from trainer_service.lora.adapters import ActiveAdapters
+from trainer_service.backends.loop import MicroBatchTask, Objective
+from trainer_service.batches.micro_batches import MicroBatch, of_two_tokens, one_row
+from trainer_service.lora.adapters import ActiveAdapters, Adapter, RunRows
 from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import ModelFacts
 from trainer_service.models.logprobs import ChunkedLogprobs, divide, return_logits
@@ -62,15 +63,51 @@ class TokenLogprobs:
         select = self._select_of(micro_batch)
         return chosen if select is None else chosen.index_select(0, select)
 
-    def in_chunks(self, micro_batch: MicroBatch) -> bool:
-        """True if its logits never exist all at once."""
-        return micro_batch.tokens.size > self._logprobs.rows
+    def in_chunks(self, tokens: int) -> bool:
+        """True if their logits never exist all at once."""
+        return tokens > self._logprobs.rows
 
     def with_gradients(
         self, micro_batch: MicroBatch, objective: Objective
     ) -> tuple[Tensor, LossResult]:
         """As `TrainerBackend.loss_of` for a loss by entry, with gradients made at once."""
+        return self._in_chunks(self._hidden_of(micro_batch), micro_batch, objective)
 
+    def of_runs(
+        self, tasks: Sequence[MicroBatchTask], adapters: Sequence[Mapping[str, Adapter]]
+    ) -> list[tuple[Tensor, LossResult]]:
+        """As `TrainerBackend.losses_of`, with one pass through the body.
+
+        Logits are made for all runs at once if they fit into a chunk, else run by run."""
+        runs = [
+            RunRows(task.micro_batch.tokens.size, own)
+            for task, own in zip(tasks, adapters, strict=True)
+        ]
+        sizes = [run.rows for run in runs]
+        with self._active.of_rows(runs):
+            hidden = self._hidden_of(one_row([task.micro_batch for task in tasks]))
+            if sum(sizes) <= self._logprobs.rows:
+                tables = self._logprobs.of_vocabulary(hidden).split(sizes)
+                return [self._of_table(*each) for each in zip(tasks, tables, strict=True)]
+        found = []
+        for task, run, own in zip(tasks, runs, hidden.split(sizes), strict=True):
+            with self._active.of_rows([run]):
+                if task.by_entry:
+                    found.append(self._in_chunks(own, task.micro_batch, task.objective))
+                else:
+                    found.append(self._of_table(task, self._logprobs.of_vocabulary(own)))
+        return found
+
+    def _of_table(self, task: MicroBatchTask, table: Tensor) -> tuple[Tensor, LossResult]:
+        """`table`: the log probabilities [T, vocabulary] of all tokens."""
+        chosen = table.gather(-1, self._targets_of(task.micro_batch)).reshape(-1)
+        select = self._select_of(task.micro_batch)
+        logprobs = chosen if select is None else chosen.index_select(0, select)
+        return logprobs.detach(), task.objective(logprobs)
+
+    def _in_chunks(
+        self, hidden: Tensor, micro_batch: MicroBatch, objective: Objective
+    ) -> tuple[Tensor, LossResult]:
         def gradient_of(logprobs: Tensor) -> Tensor:
             with torch.enable_grad():
                 leaf = logprobs.detach().requires_grad_()
@@ -78,7 +115,7 @@ class TokenLogprobs:
             return gradient
 
         logprobs, carrier = self._logprobs.with_gradients(
-            self._hidden_of(micro_batch),
+            hidden,
             self._targets_of(micro_batch),
             select=self._select_of(micro_batch),
             gradient_of=gradient_of,
@@ -110,9 +147,11 @@ class TokenLogprobs:
 
     def _of_tail(self) -> list[nn.Parameter]:
         own = [p for part in self._tail.values() for p in part.parameters() if p.requires_grad]
-        for name, adapter in self._active.by_module.items():
-            if name.partition(".")[0] in self._tail:
-                own += [adapter.lora_A, adapter.lora_B]
+        joint = [run.by_module for run in self._active.runs_of_rows]
+        for adapters in joint or [self._active.by_module]:
+            for name, adapter in adapters.items():
+                if name.partition(".")[0] in self._tail:
+                    own += [adapter.lora_A, adapter.lora_B]
         return own
 
 

@@ -164,6 +164,22 @@ def make_micro_batch(batch: Batch, datums: Sequence[int], *, packed: bool) -> Mi
     )
 
 
+def one_row(parts: Sequence[MicroBatch]) -> MicroBatch:
+    """The sequences of packed micro-batches in one row, without targets."""
+    lengths = np.concatenate(
+        [np.diff(bounds) for part in parts if (bounds := part.bounds) is not None]
+    )
+    return MicroBatch(
+        tokens=np.concatenate([part.tokens for part in parts], axis=1),
+        targets=np.zeros((1, 0, 1), np.int64),
+        select=None,
+        entries=np.zeros(0, np.int64),
+        inputs={},
+        positions=ranges(starts=np.zeros_like(lengths, np.int64), sizes=lengths)[None],
+        bounds=bounds_of(lengths.tolist()),
+    )
+
+
 STAND_IN_TOKENS = 2
 """A row of one token would compile separately."""
 

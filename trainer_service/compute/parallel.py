@@ -36,6 +36,14 @@ class ParallelMicroBatches:
     def shares(self, tokens: int) -> int:
         return max(1, min(self._count, tokens // self._least_tokens))
 
+    def run(self, works: Sequence[Callable[[], None]]) -> None:
+        """Raises the first error after all threads have ended."""
+        futures = [self._pool.submit(work) for work in works]
+        for future in futures:
+            future.exception()
+        for future in futures:
+            future.result()
+
     def warm_up(self, backend: TrainerBackend) -> None:
         self._pool.submit(backend.warm_up).result()
 

@@ -25,6 +25,7 @@ from trainer_service.batches.memory import MicroBatchTooLarge, free_on, largest
 from trainer_service.batches.micro_batches import RankPlan, plan_batch, ranges
 from trainer_service.batches.validation import Batch
 from trainer_service.compute.control_group import ControlGroup
+from trainer_service.compute.joint import JointBatch
 from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.losses.numbers import batch_sums
 from trainer_service.optimizers import StepSettings
@@ -111,7 +112,7 @@ class RankTrainer:
         self.step = 0
         self.progress = BatchProgress()
         self.base = base
-        self._parallel = parallel
+        self.parallel = parallel
         self._first_plan = micro_batch_tokens
         self.micro_batch_tokens = wanted_tokens(micro_batch_tokens, device=backend.device)
 
@@ -123,7 +124,7 @@ class RankTrainer:
             control=mine.of_run(run),
             micro_batch_tokens=self._first_plan,
             base=self.base,
-            parallel=self._parallel,
+            parallel=self.parallel,
             snapshot_group=self.snapshot_group,
         )
 
@@ -133,8 +134,8 @@ class RankTrainer:
         if backend.warm:
             return
         with self.progress.compiling(), self.control.patient(WARM_UP_TIMEOUT, backend.groups):
-            if self._parallel:
-                self._parallel.warm_up(backend)
+            if self.parallel:
+                self.parallel.warm_up(backend)
             else:
                 backend.warm_up()
 
@@ -205,7 +206,7 @@ class RankTrainer:
         lengths = batch.lengths.tolist()
         return plan_batch(
             lengths,
-            ranks=self._parallel.shares(sum(lengths)) if self._parallel else self._shares,
+            ranks=self.parallel.shares(sum(lengths)) if self.parallel else self._shares,
             micro_batch_tokens=micro_batch_tokens,
             group=batch.loss.group,
             packed=self.backend.packs,
@@ -222,13 +223,13 @@ class RankTrainer:
 
     def _attempt(self, batch: Batch, micro_batch_tokens: int) -> BatchResult | None:
         plan = self._plan(batch, micro_batch_tokens)
-        mine = plan if self._parallel else [plan[self._my_share]]
+        mine = plan if self.parallel else [plan[self._my_share]]
         self.progress.expect(
             tokens=int(batch.lengths.sum()),
             share=sum(int(batch.lengths[list(part)].sum()) for share in mine for part in share),
         )
-        if self._parallel:
-            results = self._parallel.compute(
+        if self.parallel:
+            results = self.parallel.compute(
                 self.backend, batch, plan, done=self.progress.count_tokens
             )
         else:
@@ -238,8 +239,32 @@ class RankTrainer:
             told = self.control.gather(loss.failure().encode("utf-8", "replace"))
             if failed := next(filter(None, told), b""):
                 raise CustomLossFailed(failed.decode())
-        if not results:
+        return self.combined(batch, plan, results, tokens=micro_batch_tokens) if results else None
+
+    def joint_batch(self, batch: Batch) -> JointBatch | None:
+        """Return the batch for a pass with other runs, or None if it needs its own."""
+        backend, loss = self.backend, batch.loss
+        if batch.forward_only or loss.failure is not None or not len(batch.lengths):
             return None
+        plan = self._plan(batch, self.micro_batch_tokens)
+        joint = JointBatch(self, batch, plan)
+        by_entry = loss.by_entry(batch.settings)
+        single = all(len(share) == 1 for share in plan)
+        shares = [tokens for tokens in joint.sizes if tokens]
+        if single and all(backend.joins(tokens, by_entry=by_entry) for tokens in shares):
+            return joint
+        return None
+
+    def combined(
+        self,
+        batch: Batch,
+        plan: Sequence[RankPlan],
+        results: Sequence[ShareResult],
+        *,
+        tokens: int = 0,
+    ) -> BatchResult:
+        """Combine the shares' results. `tokens`: the plan, if it is not the trainer's own."""
+        loss = batch.loss
         logprobs = np.empty(int(batch.sizes.sum()), np.float32)
         sums = np.zeros(1 + len(loss.sum_names))
         maxima = np.full(len(loss.max_names), -np.inf)
@@ -257,7 +282,7 @@ class RankTrainer:
         return BatchResult(
             logprobs=logprobs,
             metrics=metrics,
-            plan=micro_batch_tokens,
+            plan=tokens or self.micro_batch_tokens,
             sums=batch_sums(loss, named, batch.totals, wide=bool(batch.trailing.any())),
         )
 

@@ -2,7 +2,8 @@
 
 A frozen linear layer W [out, in] gets A [r, in] and B [out, r], and computes y = W x + b + alpha /
 r · B A x. A is drawn as in PEFT (uniform within ±1/√in) and B is zero, so a new adapter changes
-nothing. Several runs can adapt one model. Its layers compute with the active run's adapters.
+nothing. Several runs can adapt one model. Its layers compute with the active run's adapters, or in
+a joint pass with each run's own for its rows.
 
 `tandem.weights.adapter_files` has their files in PEFT's format."""
 
@@ -10,7 +11,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,12 +59,23 @@ class Adapter:
         return cls(nn.Parameter(a.to(device)), nn.Parameter(b.to(device)), scale)
 
 
+@dataclass(frozen=True)
+class RunRows:
+    """The neighbouring rows of one run in a joint pass, and the run's adapters by module name."""
+
+    rows: int
+    by_module: Mapping[str, Adapter]
+
+
 class ActiveAdapters:
-    """The adapters of the current operation's run, by module name."""
+    """The adapters of the current operation's run, by module name.
+
+    In a joint pass, each computing thread has its own list of `RunRows` instead."""
 
     def __init__(self) -> None:
         self.by_module: Mapping[str, Adapter] = {}
         self.layers: list[LoraLinear] = []
+        self._of_thread = threading.local()
 
     def activate(self, adapters: Mapping[str, Adapter]) -> None:
         """Set each layer's adapter. Compiled code does not depend on adapter names."""
@@ -69,6 +83,32 @@ class ActiveAdapters:
             self.by_module = adapters
             for layer in self.layers:
                 layer.adapter = adapters.get(layer.name)
+
+    @contextmanager
+    def joint_pass(self) -> Iterator[None]:
+        """Within the block, threads compute with the adapters of `of_rows`."""
+        for layer in self.layers:
+            layer.joint = True
+        try:
+            yield
+        finally:
+            for layer in self.layers:
+                layer.joint = False
+
+    @contextmanager
+    def of_rows(self, runs: Sequence[RunRows]) -> Iterator[None]:
+        """Within the block, this thread computes rows of these runs, in their order."""
+        self._of_thread.runs = runs
+        try:
+            yield
+        finally:
+            self._of_thread.runs = ()
+
+    @property
+    def runs_of_rows(self) -> Sequence[RunRows]:
+        """This thread's runs in a joint pass. Otherwise none."""
+        found: Sequence[RunRows] = getattr(self._of_thread, "runs", ())
+        return found
 
 
 class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
@@ -83,20 +123,36 @@ class LoraLinear(nn.Module):  # type: ignore[misc]  # torch is Any to mypy
         self.register_parameter("bias", layer.bias)
         self.name = name
         self.adapter: Adapter | None = None
+        self.joint = False  # compiled code never sees a joint pass
+        self._active = active
         active.layers.append(self)
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, in] → […, out]."""
         y = functional.linear(x, self.weight, self.bias)
+        if self.joint:
+            return self._add_each(x.flatten(0, -2), y.flatten(0, -2)).view_as(y)
         adapter = self.adapter
         if adapter is None:
             return y
+        return self._add(adapter, x.flatten(0, -2), y.flatten(0, -2)).view_as(y)
+
+    def _add(self, adapter: Adapter, x: Tensor, y: Tensor) -> Tensor:
+        """y [n, out] + scale · B A x, for x [n, in]."""
         a, b = self.part_of(adapter.lora_A, adapter.lora_B)
         if a.dtype != y.dtype:
             a, b = a.to(y.dtype), b.to(y.dtype)
-        low = functional.linear(x, a)
-        added = torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.t(), alpha=adapter.scale)
-        return added.view_as(y)
+        return torch.addmm(y, functional.linear(x, a), b.t(), alpha=adapter.scale)
+
+    def _add_each(self, x: Tensor, y: Tensor) -> Tensor:
+        """As `_add`, each run's rows with its own adapter. `split` makes one gradient of all."""
+        runs = self._active.runs_of_rows
+        sizes = [run.rows for run in runs] if len(runs) > 1 else [len(x)]  # perhaps a chunk
+        parts = []
+        for run, mine, out in zip(runs, x.split(sizes), y.split(sizes), strict=True):
+            adapter = run.by_module.get(self.name)
+            parts.append(out if adapter is None else self._add(adapter, mine, out))
+        return torch.cat(parts)
 
     def part_of(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """The parts of A and B for this rank: all, unless ranks divide the layer's matrix."""
@@ -199,6 +255,12 @@ def _kind(inside: str) -> str:
     if not inside or any(part.endswith(_CHOOSERS) for part in inside.split(".")):
         return ""
     return "attention" if "attn" in inside or "attention" in inside else "mlp"
+
+
+def chooses_experts(model: nn.Module) -> bool:
+    """True if layers of the model compute only chosen rows."""
+    names = (name for name, _ in model.named_modules())
+    return any(part.endswith(_CHOOSERS) for name in names for part in name.split("."))
 
 
 def freeze(model: nn.Module, active: ActiveAdapters) -> None:

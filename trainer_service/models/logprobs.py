@@ -154,9 +154,12 @@ class ChunkedLogprobs:
         return logprobs, carrier
 
     def of_chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        return self.of_vocabulary(hidden).gather(-1, targets)
+
+    def of_vocabulary(self, hidden: Tensor) -> Tensor:
+        """The log probabilities [n, vocabulary] of all tokens after at most `rows` rows."""
         logits = self._logits_of(hidden)
-        logprobs = torch.log_softmax(logits.to(_at_least_float32(logits)), dim=-1)
-        return logprobs.gather(-1, targets)
+        return torch.log_softmax(logits.to(_at_least_float32(logits)), dim=-1)
 
     def chunks(self, rows: int) -> Iterator[slice]:
         for start in range(0, rows, self.rows):

@@ -1,20 +1,33 @@
 """The engine thread: the only thread of rank 0 that touches torch.
 
-It applies operations one after the other. A second thread reads the next requests."""
+It applies operations one after the other, and batches of several runs that wait at the same time in
+one pass. A second thread reads the next requests."""
 
 from __future__ import annotations
 
 import contextvars
-import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
+
+from trainer_service.service.batch_call import BatchCall, JointCalls
 
 if TYPE_CHECKING:
     from trainer_service.service.hosted_runs import HostedRuns
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """A job of one run, or of all runs if `run_id` is empty. `call` is a batch's."""
+
+    carry_out: Callable[[HostedRuns], None]
+    run_id: str
+    call: BatchCall | None
 
 
 class EngineThread:
@@ -33,7 +46,8 @@ class EngineThread:
         self._start = start
         self._heartbeat = heartbeat
         self._on_broken = on_broken
-        self._jobs: queue.SimpleQueue[Callable[[HostedRuns], None]] = queue.SimpleQueue()
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
         self.started: Future[HostedRuns] = Future()
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
         # A daemon: it may hang in a collective when the process is to end.
@@ -47,8 +61,13 @@ class EngineThread:
     def run(self) -> None:
         self._thread.start()
 
-    def submit(self, job: Callable[[HostedRuns], T]) -> Future[T]:
-        """Queue a job. Its future gets the result, or the error that broke the group."""
+    def submit(
+        self, job: Callable[[HostedRuns], T], *, run_id: str = "", call: BatchCall | None = None
+    ) -> Future[T]:
+        """Queue a job. Its future gets the result, or the error that broke the group.
+
+        Jobs keep their order, except that batches of other runs join the pass of an earlier `call`.
+        None passes a job without `run_id`, or one of its own run."""
         future: Future[T] = Future()
 
         def carry_out(runs: HostedRuns) -> None:
@@ -61,7 +80,9 @@ class EngineThread:
                 raise
             future.set_result(result)
 
-        self._jobs.put(carry_out)
+        with self._changed:
+            self._jobs.append(_Job(carry_out, run_id, call))
+            self._changed.notify()
         return future
 
     def read_ahead(self, read: Callable[[HostedRuns], T]) -> Future[T]:
@@ -78,11 +99,34 @@ class EngineThread:
         idle_limit = self._heartbeat if runs.ranks > 1 else None
         try:
             while True:
-                try:
-                    job = self._jobs.get(timeout=idle_limit)
-                except queue.Empty:
+                with self._changed:
+                    waiting = self._changed.wait_for(lambda: tuple(self._jobs), idle_limit)
+                if not waiting:
                     runs.heartbeat()
-                else:
-                    job(runs)
+                    continue
+                jobs = _joined(waiting, runs)
+                with self._changed:
+                    for job in jobs:
+                        self._jobs.remove(job)
+                for job in jobs:
+                    job.carry_out(runs)
         except BaseException as error:  # noqa: BLE001 (any error breaks the group)
             self._on_broken(error)
+
+
+def _joined(waiting: Sequence[_Job], runs: HostedRuns) -> list[_Job]:
+    """Return the first job, with the jobs that a joint pass has computed together with it."""
+    first, *others = waiting
+    jobs, met = [first], {first.run_id}
+    joint: JointCalls | None = None
+    for job in others:
+        if not first.call or not job.run_id:
+            break
+        if job.call and job.run_id not in met:
+            joint = joint or JointCalls(runs, first.call)
+            if joint.join(job.call):
+                jobs.append(job)
+        met.add(job.run_id)
+    if joint and len(jobs) > 1:
+        joint.compute()
+    return jobs

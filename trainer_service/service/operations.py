@@ -29,7 +29,7 @@ from tandem.weights.state_record import CheckpointRecord
 from tandem.wire.v1 import tinker_pb2 as wire
 from trainer_service.backends.base import Capability
 from trainer_service.batches.loss_inputs import Float32Array
-from trainer_service.batches.staleness import without_stale
+from trainer_service.batches.staleness import FreshBatch, without_stale
 from trainer_service.batches.validation import Batch, BatchLimits, is_forward, parse, validate
 from trainer_service.checkpoints import training_state
 from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
@@ -42,7 +42,7 @@ from trainer_service.checkpoints.publish import (
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
 from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import device_peaks
-from trainer_service.compute.trainer import RankTrainer
+from trainer_service.compute.trainer import BatchResult, RankTrainer
 from trainer_service.losses.numbers import step_numbers
 from trainer_service.optimizers import step_settings
 from trainer_service.service.switching import Switching
@@ -181,16 +181,28 @@ class Operations:
                 out_of_memory_at=error.tokens if isinstance(error, OutOfMemory) else 0,
             )
         assert computed is not None
-        seconds, tokens = time.perf_counter() - began, len(batch.tokens)
+        return self.reply_of(request, fresh, computed, seconds=time.perf_counter() - began)
+
+    def reply_of(
+        self,
+        request: trainer_pb2.ForwardBackwardRequest,
+        fresh: FreshBatch,
+        computed: BatchResult,
+        *,
+        seconds: float,
+    ) -> trainer_pb2.ForwardBackwardReply:
+        """Note a computed batch, and return its reply."""
+        batch, tokens = fresh.batch, len(fresh.batch.tokens)
         if fresh.bounded:
             computed.metrics["dropped_stale:sum"] = float(fresh.dropped)
-        if not batch.forward_only and self._held is not None:
+        if not batch.forward_only:
+            self._held = self._held or HeldBatches()
             self._held.add_batch(
                 computed.metrics, tokens=tokens, seconds=seconds, sums=computed.sums
             )
         return trainer_pb2.ForwardBackwardReply(
             output=encode_output(
-                whole,
+                fresh.whole,
                 logprobs=fresh.logprobs_of_whole(computed.logprobs),
                 metrics=computed.metrics,
             ),

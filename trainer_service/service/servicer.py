@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
@@ -15,13 +14,13 @@ from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from tandem.telemetry import Log
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
+from trainer_service.service.batch_call import BatchCall
 from trainer_service.service.deaths import trace
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.metrics import TrainerMetrics
 from trainer_service.service.sequence import OperationSequence, Reply, RunRemoved
 
 if TYPE_CHECKING:
-    from trainer_service.batches.validation import Batch
     from trainer_service.service.hosted_runs import HostedRuns
     from trainer_service.service.operations import Operations
     from trainer_service.service.switching import Switching
@@ -128,9 +127,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     async def ForwardBackward(
         self, request: trainer_pb2.ForwardBackwardRequest, context: Context
     ) -> trainer_pb2.ForwardBackwardReply:
-        call = _ForwardBackward(request, self._engine)
         return await self._answer(
-            request, context, trainer_pb2.ForwardBackwardReply, call.compute, begin=call.read_ahead
+            request,
+            context,
+            trainer_pb2.ForwardBackwardReply,
+            (call := BatchCall(request, self._engine)).compute,
+            call=call,
         )
 
     async def OptimStep(
@@ -271,12 +273,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         reply_type: type[R],
         job: Callable[[Operations], R],
         *,
-        begin: Callable[[], None] = lambda: None,
+        call: BatchCall | None = None,
     ) -> R:
         """Return an operation's reply, applying the operation unless it was applied before.
 
-        `begin` is called at once, and `job` by the engine thread in its turn. Applied and running
-        operations are answered without a lease."""
+        The batch of a `call` is read at once. The engine thread calls `job` in its turn. Applied
+        and running operations are answered without a lease."""
         header = request.header
         sequence = await self._sequence(header.run_id, context)
         reply: Reply | None = sequence.result(header.seq_id)
@@ -291,11 +293,12 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                         f"longer kept; the newest is {sequence.queued}",
                     )
                 await self._fence.check(context)
-                begin()
+                if call:
+                    call.read_ahead()
                 # A separate task: if the caller gives up, the journal's operation must still be
                 # applied.
                 kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")
-                task = asyncio.create_task(self._in_order(sequence, header, kind, job))
+                task = asyncio.create_task(self._in_order(sequence, header, kind, job, call))
                 sequence.begin_operation(header.seq_id, task)
             reply = await self._or_broken(task, context, run_id=header.run_id)
         if not isinstance(reply, reply_type):
@@ -338,6 +341,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         header: common_pb2.OperationHeader,
         kind: str,
         job: Callable[[Operations], R],
+        call: BatchCall | None,
     ) -> Reply:
         self._metrics.waiting.inc()
         try:
@@ -350,7 +354,9 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     f"operation {header.seq_id} waited {self._operation_timeout:g} s for "
                     f"operation {header.previous_seq_id}, which did not come"
                 ) from None
-            future = self._engine.submit(lambda runs: self._apply(job, header, runs))
+            future = self._engine.submit(
+                lambda runs: self._apply(job, header, runs), run_id=header.run_id, call=call
+            )
             await sequence.enter(header.seq_id)
             reply, seconds = await asyncio.wrap_future(future)
         finally:
@@ -380,7 +386,8 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         operations.note_refused(header.gradients_incomplete)
         operations.progress.begin_batch(header.seq_id)
         try:
-            return job(operations), time.perf_counter() - began
+            reply = job(operations)
+            return reply, reply.seconds or time.perf_counter() - began
         finally:
             operations.progress.end_batch()
 
@@ -392,25 +399,6 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
         if isinstance(error, WorkerDied) and error.defect and run_id == self._at_work:
             context.set_trailing_metadata(((DEFECT_METADATA_KEY, "yes"),))
         await _abort(context, grpc.StatusCode.ABORTED, error.message)
-
-
-class _ForwardBackward:
-    """A call with its batch read ahead, while the engine thread computes earlier ones."""
-
-    def __init__(self, request: trainer_pb2.ForwardBackwardRequest, engine: EngineThread) -> None:
-        self._request = request
-        self._engine = engine
-        self._read: Future[Batch] | None = None
-
-    def read_ahead(self) -> None:
-        request, run_id = self._request, self._request.header.run_id
-        self._read = self._engine.read_ahead(
-            lambda runs: runs.operations_of(run_id).read_batch(request)
-        )
-
-    def compute(self, operations: Operations) -> trainer_pb2.ForwardBackwardReply:
-        assert self._read is not None, "an operation begins before its turn"
-        return operations.forward_backward(self._request, self._read.result)
 
 
 async def first_of(*awaitables: Awaitable[object], timeout: float | None = None) -> None:

@@ -94,7 +94,7 @@ class Engine:
         self.holds = False
         self.held: list[Callable[[], None]] = []
 
-    def submit(self, job: Callable[[Any], Any]) -> Future[Any]:
+    def submit(self, job: Callable[[Any], Any], **about: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.held.append(lambda: future.set_result(job(self.runs)))
         if not self.holds:
