@@ -28,7 +28,7 @@ from tandem.demo.tiny_model import TinyShape, write_tiny_model
 from tandem.settings.sharing import MOST_RUNS
 from tandem.stack import Stack
 
-_SHAPE = TinyShape(hidden=768, layers=12, ffn=2304, heads=12, max_length=256, tied=True)
+SHAPE = TinyShape(hidden=768, layers=12, ffn=2304, heads=12, max_length=256, tied=True)
 _WAYS = {"shared": "always", "own": "never"}
 _SETTINGS = {
     "port": "0",
@@ -131,7 +131,7 @@ def main() -> None:
     results: dict[str, object] = {"machine": record.machine(), "benchmark": "shared_lora"}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        write_tiny_model(model, seed=0, shape=_SHAPE)
+        write_tiny_model(model, seed=0, shape=SHAPE)
         results["model_mib"] = round(
             sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
         )
