@@ -53,7 +53,7 @@ def measure(model: Path, *, runs: int, rounds: int) -> list[dict[str, object]]:
         first.share(TrainingSpec(lora=LoraSpec(rank=8, seed=n)), run=n) for n in range(1, runs)
     ]
     trainers = [first, *others]
-    rows = []
+    rows: list[dict[str, object]] = []
     for sequences, tokens in _BATCHES:
         batches = [
             batch(run, sequences=sequences, tokens=tokens, seed=seed)
