@@ -85,7 +85,7 @@ def _compute(together: Sequence[JointBatch]) -> list[list[ShareResult]]:
         for one in passes:
             one.backward()
     else:
-        parallel.run([one.gradients for one in passes])
+        parallel.run_works([one.gradients for one in passes])
     found = []
     for member, each in enumerate(together):
         found.append([passes[number].result_of(member) for number in range(len(each.plan))])

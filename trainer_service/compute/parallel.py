@@ -36,7 +36,7 @@ class ParallelMicroBatches:
     def shares(self, tokens: int) -> int:
         return max(1, min(self._count, tokens // self._least_tokens))
 
-    def run(self, works: Sequence[Callable[[], None]]) -> None:
+    def run_works(self, works: Sequence[Callable[[], None]]) -> None:
         """Raises the first error after all threads have ended."""
         futures = [self._pool.submit(work) for work in works]
         for future in futures:
