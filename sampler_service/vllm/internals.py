@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # the version is checked before these imports
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner  # both runners share the used parts
 
+    from sampler_service.vllm.copies import CopiedModel
+
     LookUp = Callable[[Request], tuple[KVCacheBlocks, int, int]]
     Find = Callable[[object, int], object]
     PromptHook = Callable[[torch.Tensor, Iterable["RequestStep"]], None]
@@ -293,12 +295,15 @@ def use_adapter_in(runner: GPUModelRunner, ids: Iterable[str], adapter: LoRARequ
 
 
 def load_in_place(
-    runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]]
-) -> tuple[set[str], set[str]]:
-    """Replace the model's weights. Returns the names of all parameters, and of loaded ones."""
-    import torch
+    runner: GPUModelRunner, tensors: Iterable[tuple[str, torch.Tensor]], copied: CopiedModel
+) -> set[str]:
+    """Replace the model's weights. Returns the names without a value."""
     from vllm.config import set_current_vllm_config
 
+    if copied.has_copies:
+        missing = copied.repeat_copies(tensors)
+        _forget_old_weights(runner)
+        return missing
     model = runner.get_model()
     if runner.lora_config is not None:
         load_plain_layers()
@@ -316,17 +321,21 @@ def load_in_place(
     try:
         with set_current_vllm_config(runner.vllm_config):  # layers may read it, as at the start
             if _computes_with_loaded(model) and hasattr(runner, "reset_lora_state"):
-                with torch.no_grad():
-                    model.load_weights(tensors)
-                # As `reload_weights` does, which loads layer by layer in addition.
-                runner.reset_lora_state()
-                runner.reset_encoder_cache()
-                runner.reset_mm_cache()
+                copied.note_copies(tensors, model.load_weights)
+                _forget_old_weights(runner)
             else:
                 runner.reload_weights(weights_iterator=tensors)
     finally:
         del model.load_weights
-    return everything, loaded
+    named = model.named_parameters()
+    return (everything - loaded) | {name for name, value in named if value.is_meta}
+
+
+def _forget_old_weights(runner: GPUModelRunner) -> None:
+    """As `reload_weights` does at its end."""
+    runner.reset_lora_state()
+    runner.reset_encoder_cache()
+    runner.reset_mm_cache()
 
 
 def _computes_with_loaded(model: torch.nn.Module) -> bool:

@@ -15,6 +15,7 @@ import torch
 from sampler_service.engine import EngineMemory, PromptScores, PromptScoring
 from sampler_service.vllm.adapter_internals import adapters_in
 from sampler_service.vllm.adapter_sums import AdapterSums, adapter_sums
+from sampler_service.vllm.copies import CopiedModel
 from sampler_service.vllm.internals import (
     forget_packed_experts,
     load_in_place,
@@ -48,6 +49,7 @@ class WeightsExtension:
     model_runner: GPUModelRunner
 
     _tandem_scorer: PromptScorer
+    _tandem_copied: CopiedModel
 
     def tandem_prepare(self, *, seed: int) -> None:
         """Prepare the worker. `seed` is for samples without one, and equal in an engine's workers.
@@ -58,6 +60,7 @@ class WeightsExtension:
         torch.manual_seed(seed)
         np.random.seed(seed % 2**32)  # used by the second model runner
         self._tandem_scorer = PromptScorer(self.model_runner)
+        self._tandem_copied = CopiedModel(self.model_runner.get_model())
         use_prompt_hook(self.model_runner, self._tandem_scorer.after_step)
 
     def tandem_begin_scores(self, key: str, scoring: PromptScoring, *, prompt: list[int]) -> None:
@@ -83,9 +86,7 @@ class WeightsExtension:
     def tandem_put(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load tensors in place. Returns the parameters without a value."""
         forget_packed_experts(self.model_runner)
-        everything, loaded = load_in_place(self.model_runner, tensors)
-        named = self.model_runner.get_model().named_parameters()
-        return (everything - loaded) | {name for name, value in named if value.is_meta}
+        return load_in_place(self.model_runner, tensors, self._tandem_copied)
 
     @property
     def _tandem_workers(self) -> int:
@@ -94,14 +95,15 @@ class WeightsExtension:
 
     def tandem_weight_sums(self) -> dict[str, int]:
         model, dtype = self.model_runner.get_model(), self.model_runner.model_config.dtype
-        return {
-            f"{name}{part}": sum_of(value, dtype, name=name)
-            for name, parameter in model.named_parameters()
-            if parameter.is_floating_point()
-            for part, value in parts_of_worker(
-                model.get_submodule(name.rpartition(".")[0]), parameter
-            ).items()
-        }
+        sums, seen = {}, set()
+        for prefix, layer in model.named_modules():
+            for own, parameter in layer.named_parameters(prefix, recurse=False):
+                if parameter in seen or not parameter.is_floating_point():
+                    continue
+                seen.add(parameter)
+                for part, value in parts_of_worker(layer, parameter).items():
+                    sums[f"{own}{part}"] = sum_of(value, dtype, name=own)
+        return sums
 
     def tandem_adapter_sums(self, number: int, directory: str) -> AdapterSums:
         return adapter_sums(adapters_in(self.model_runner), number, Path(directory))
@@ -110,6 +112,8 @@ class WeightsExtension:
         use_adapter_in(self.model_runner, ids, adapter)
 
     def tandem_free_pinned(self) -> None:
+        """Free memory that only loads need, and what they knew of dropped weights."""
+        self._tandem_copied = CopiedModel(self.model_runner.get_model())
         torch._C._host_emptyCache()  # torch 2.11, which vLLM 0.26 needs, has no public name for it
 
     def tandem_cpu_sleep(self, *, drop: bool) -> None:
@@ -118,6 +122,7 @@ class WeightsExtension:
         release_pages(self.model_runner.kv_caches)
         if drop:
             drop_weights(self.model_runner.get_model())
+            self._tandem_copied = CopiedModel(self.model_runner.get_model())
         trim_heap()
 
     def tandem_memory(self) -> EngineMemory:

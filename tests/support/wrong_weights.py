@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import numpy as np
 
-from sampler_service.engine import Engine, EngineState, SleepLevel
+from sampler_service.engine import EngineState, SleepLevel
 from sampler_service.lifecycle import EngineLifecycle
 from sampler_service.vllm.start import start_engine
 from sampler_service.weights.adapters import AdapterCache
@@ -41,6 +41,8 @@ from trainer_service.checkpoints.handoff import keep_copy
 if TYPE_CHECKING:
     import torch
 
+    from sampler_service.vllm.worker_extension import WeightsExtension
+
 TOKENS = [5, 9, 30, 41, 7, 20, 33, 4]
 EMBEDDING = "embed_tokens"
 
@@ -49,7 +51,7 @@ EMBEDDING = "embed_tokens"
 class Refusal:
     """`error` is the type and sentence of a refusal, or what a load reports after a repair.
 
-    `serves` is the version afterwards, `right` whether the engine computes its logprobs."""
+    `serves` is the version afterwards, or "nothing". `right`: the engine computes its logprobs."""
 
     error: str
     serves: str
@@ -67,7 +69,7 @@ class WrongWeights:
         )
         self.numbers = iter(range(1, 100))
         settings = SamplerSettings(device="cpu", kv_cache_bytes=2**24, max_lora_rank=4)
-        self.engine: Engine = start_engine(self.base, settings, lambda: None, sleeps=True)
+        self.engine = start_engine(self.base, settings, lambda: None, sleeps=True)
         self.loader = Loader(self.engine, base=self.base, tolerance=1e-4)
         self.adapters = AdapterCache(self.engine, base=self.base, tolerance=1e-4)
         self.lifecycle = EngineLifecycle(
@@ -109,6 +111,8 @@ class WrongWeights:
                 error = shown(failure)
         serves = self.lifecycle.loaded.name
         model = self.old_model if serves == self.old.name else self.new_model
+        if self.lifecycle.state is EngineState.FAILED:
+            return Refusal(error, "nothing", right=True)
         computed, expected = self.engine.score(TOKENS), plain_logprobs(model, TOKENS)
         right = bool(np.allclose(computed, expected, atol=1e-4))
         return Refusal(error, "old" if serves == self.old.name else "new", right)
@@ -266,6 +270,30 @@ def torn_handoff(world: WrongWeights) -> LoadableVersion:
     return replace(loadable(version), handoff=handoff)
 
 
+def moved_parameters(world: WrongWeights) -> LoadableVersion:
+    """The places of noted copies are not the model's any more."""
+
+    def move(worker: WeightsExtension) -> None:
+        for parameter in worker.model_runner.get_model().parameters():
+            parameter.data = parameter.data.clone()
+
+    world.engine._engine.collective_rpc(move)
+    return loadable(world.published(world.new_model))
+
+
+def exchanged_places(world: WrongWeights) -> LoadableVersion:
+    """Copies go to wrong places of one block, for all versions from now on."""
+
+    def exchange(worker: WeightsExtension) -> None:
+        copies = worker._tandem_copied._copies
+        assert copies is not None, "they were not noted"
+        up, gate = (f"model.layers.0.mlp.{name}_proj.weight" for name in ("up", "gate"))
+        copies[up], copies[gate] = copies[gate], copies[up]
+
+    world.engine._engine.collective_rpc(exchange)
+    return loadable(world.published(world.new_model))
+
+
 @contextmanager
 def patch_engine(
     fault: Callable[[WrongWeights], LoadableVersion], world: WrongWeights
@@ -317,6 +345,8 @@ FAULTS = (
     old_tied_head,
     interrupted_load,
     torn_handoff,
+    moved_parameters,
+    exchanged_places,  # the last one: it leaves nothing to serve
 )
 
 

@@ -57,13 +57,30 @@ def test_wrong_weights_are_refused_and_the_old_ones_serve(
     assert (refusal["serves"], refusal["right"]) == ("old", True)
 
 
-def test_a_torn_handover_is_noticed_and_the_files_are_read(
-    refusals: dict[str, dict[str, object]],
+@pytest.mark.parametrize(
+    ("fault", "report"),
+    [
+        ("torn_handoff", "does not hold these weights, but other numbers in the rest (repaired)"),
+        ("moved_parameters", " (repaired)"),
+    ],
+)
+def test_a_load_goes_another_way_where_the_first_is_wrong(
+    refusals: dict[str, dict[str, object]], fault: str, report: str
 ):
-    refusal = refusals["torn_handoff"]
-    assert "does not hold these weights" in str(refusal["error"])
+    refusal = refusals[fault]
+    assert str(refusal["error"]).endswith(report)
     assert (refusal["serves"], refusal["right"]) == ("new", True)
 
 
+def test_an_engine_that_loads_nothing_right_serves_nothing(
+    refusals: dict[str, dict[str, object]],
+):
+    refusal = refusals["exchanged_places"]
+    assert "the engine's logprobs differ" in str(refusal["error"])
+    assert "could not be loaded again" in str(refusal["error"])
+    assert refusal["serves"] == "nothing"
+
+
 def test_every_kind_is_tried(refusals: dict[str, dict[str, object]]):
-    assert set(refusals) == {*NOTICED, "torn_handoff"}
+    others = {"torn_handoff", "moved_parameters", "exchanged_places"}
+    assert set(refusals) == {*NOTICED, *others}
