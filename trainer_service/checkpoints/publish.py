@@ -141,15 +141,21 @@ def publish(
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
-    exported = _export(request, partial, trainer, copy)
-    durable = begin(lambda: _make_durable(partial, exported, trainer))
+    progress = ByteCount()
+
+    def export() -> _Exported:
+        return _export(request, partial, trainer, copy, progress)
+
+    # A model that threads may compute at once may also be read meanwhile. Others are gathered.
+    exported = None if backend.threads else export()
+    durable = begin(lambda: _make_durable(partial, exported or export(), trainer))
     # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
     # next publish discards the partial version.
     canary = compute_canary(backend)
     try:
         entries = agree(
             control,
-            lambda: end_together(control.group, durable, progress=exported.progress),
+            lambda: end_together(control.group, durable, progress=progress),
             what=request.name,
             needed=needed,
         )
@@ -176,7 +182,11 @@ class _Exported:
 
 
 def _export(
-    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
+    request: VersionRequest,
+    partial: PartialVersion,
+    trainer: RankTrainer,
+    copy: KeptCopy | None,
+    progress: ByteCount,
 ) -> _Exported:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
     backend, control = trainer.backend, trainer.control
@@ -196,7 +206,7 @@ def _export(
         tensors = sums.summing(backend.export_weights(units))
         if copy is not None:
             tensors = copy.copying(tensors)
-    exported = _Exported([], ExitStack(), ByteCount(), sums)
+    exported = _Exported([], ExitStack(), progress, sums)
     try:
         for name, exports in files.items():
             file = HashedFile(partial.path / name, progress=exported.progress)
@@ -269,11 +279,14 @@ def name_files(
 ) -> list[dict[str, list[Export]]]:
     """The files of each rank, by rank, with at most `FILE_BYTES`, in the order of export."""
     files: list[list[list[Export]]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks  # of each rank's last file
     for export in exports:
-        mine = files[owners[export.unit]]
-        if not mine or sum(each.bytes for each in mine[-1]) + export.bytes > FILE_BYTES:
-            mine.append([])
-        mine[-1].append(export)
+        rank = owners[export.unit]
+        sizes[rank] += export.bytes
+        if not files[rank] or sizes[rank] > FILE_BYTES:
+            files[rank].append([])
+            sizes[rank] = export.bytes
+        files[rank][-1].append(export)
     count, numbers = sum(map(len, files)), itertools.count(1)
     return [
         {
