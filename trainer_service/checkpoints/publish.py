@@ -141,21 +141,15 @@ def publish(
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
-    progress = ByteCount()
-
-    def export() -> _Exported:
-        return _export(request, partial, trainer, copy, progress)
-
-    # A model that threads may compute at once may also be read meanwhile. Others are gathered.
-    exported = None if backend.threads else export()
-    durable = begin(lambda: _make_durable(partial, exported or export(), trainer))
+    exported = _export(request, partial, trainer, copy)
+    durable = begin(lambda: _make_durable(partial, exported, trainer))
     # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
     # next publish discards the partial version.
     canary = compute_canary(backend)
     try:
         entries = agree(
             control,
-            lambda: end_together(control.group, durable, progress=progress),
+            lambda: end_together(control.group, durable, progress=exported.progress),
             what=request.name,
             needed=needed,
         )
@@ -182,11 +176,7 @@ class _Exported:
 
 
 def _export(
-    request: VersionRequest,
-    partial: PartialVersion,
-    trainer: RankTrainer,
-    copy: KeptCopy | None,
-    progress: ByteCount,
+    request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
 ) -> _Exported:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
     backend, control = trainer.backend, trainer.control
@@ -206,7 +196,7 @@ def _export(
         tensors = sums.summing(backend.export_weights(units))
         if copy is not None:
             tensors = copy.copying(tensors)
-    exported = _Exported([], ExitStack(), progress, sums)
+    exported = _Exported([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
             file = HashedFile(partial.path / name, progress=exported.progress)
