@@ -28,9 +28,11 @@ def sampler_of(run: Run, tools: RunTools) -> Sampler:
 async def start_engines(run: Run, tools: RunTools) -> None:
     """Start a new run's engines if its owner's run before it sampled the same base model, and if
     their devices are idle."""
-    if not run.host.sampler or not await _sampled_before(run, tools):
+    if not run.host.sampler:
         return
     with suppress(TandemError):  # the first save reports it
+        if not await _sampled_before(run, tools):
+            return
         sampler = sampler_of(run, tools)
         overview = tools.samplers.supervisor.overview()
         if are_devices_idle(overview, [engine.key for engine in sampler.engines]):
