@@ -1,16 +1,23 @@
-"""Publishing, from the trainer's memory to a serving engine."""
+"""Publishing, from the trainer's memory to a serving engine.
+
+`python -m benchmarks.publish OTHER` publishes from this checkout and another one in turn."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
+import tempfile
 import time
 from pathlib import Path
 
 import tinker
 
-from benchmarks.bursts import DirectEngine
-from tandem.demo.tiny_model import TinyShape
+from benchmarks import record
+from benchmarks.bursts import DirectEngine, direct_engine
+from benchmarks.versus import HERE, commit_of, probe
+from tandem.demo.tiny_model import TinyShape, write_tiny_model
 
 SHAPES = {
     "1 M": TinyShape(),
@@ -75,3 +82,69 @@ def _write(content: bytes, target: Path) -> float:
     seconds = time.perf_counter() - started
     target.unlink()
     return seconds
+
+
+def beside(other: Path, model: Path, *, pairs: int, seconds: float) -> dict[str, object]:
+    """Return medians of at most `pairs` publishes of each checkout, begun within these seconds.
+
+    In each pair, both checkouts publish in turn, then come the unavoidable parts."""
+    content, name = (model / "model.safetensors").read_bytes(), "publish_to_served_seconds"
+    with (
+        direct_engine(model) as engine,
+        probe(HERE.parent, model) as ours,
+        probe(other, model) as theirs,
+    ):
+        for running in (ours, theirs, ours, theirs):  # warm-up
+            running.ask(name)
+        found: list[dict[str, float]] = []
+        began = time.monotonic()
+        while len(found) < pairs and (len(found) < 3 or time.monotonic() - began < seconds):
+            order = {"here": ours, "other": theirs}
+            names = list(order) if len(found) % 2 else list(order)[::-1]
+            row = {each: order[each].ask(name) for each in names}
+            row["written once"] = _write(content, model / "once")
+            row["engine's load"] = engine.reload(model)
+            found.append(row)
+    both = [row["written once"] + row["engine's load"] for row in found]
+    ratios = {
+        "here / other": [row["here"] / row["other"] for row in found],
+        "here / both": [row["here"] / floor for row, floor in zip(found, both, strict=True)],
+        "other / both": [row["other"] / floor for row, floor in zip(found, both, strict=True)],
+    }
+    return {
+        "bytes": len(content),
+        "pairs": len(found),
+        "seconds": {key: _median([row[key] for row in found]) for key in found[0]},
+        "ratios": {key: _median(values) for key, values in ratios.items()},
+        "range of here / other": [round(f(ratios["here / other"]), 3) for f in (min, max)],
+    }
+
+
+def _median(values: list[float]) -> float:
+    return round(statistics.median(values), 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.publish", description=__doc__)
+    parser.add_argument("other", type=Path, help="a checkout of another commit")
+    parser.add_argument("--size", choices=list(SHAPES), default="100 M")
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=90.0)
+    asked = parser.parse_args()
+    load, other = os.getloadavg()[0], asked.other.resolve()
+    with tempfile.TemporaryDirectory() as work:
+        model = Path(work) / "model"
+        write_tiny_model(model, seed=0, shape=SHAPES[asked.size])
+        row = beside(other, model, pairs=asked.pairs, seconds=asked.seconds)
+    found = {
+        "machine": record.machine(),
+        "here": commit_of(HERE.parent),
+        "other": commit_of(other),
+        "load": [round(load, 2), round(os.getloadavg()[0], 2)],
+        "publish": {"parameters": asked.size, **row},
+    }
+    print(json.dumps(found["publish"]), record.save(found).name)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,6 +15,7 @@ A base model has neither manifest nor canary."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +25,6 @@ import numpy as np
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.weights.files import read_tensors, tensors_in, weights_files
-from sampler_service.weights.staging import staging_threads
 from tandem.errors import InvalidRequest, LoadFailed, describe, without_paths
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 _BASE_PREFIX = "base/"
+_MOST_READERS = 8
 _FLOATING = {"F64", "F32", "F16", "BF16"}
 
 
@@ -107,8 +108,7 @@ class Loader:
         self._tolerance = tolerance
         self._base_sums = engine.weight_sums()
         self._adds_up = True
-        # A GPU's sampling leaves the host's cores free. A CPU's sampling needs them.
-        self._threads = staging_threads(self._facts.device, workers=1) or 1
+        self._threads = min(_MOST_READERS, len(os.sched_getaffinity(0)))
 
     def verify(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         """Read all files of a version, in any thread. Raises `LoadFailed`.

@@ -9,7 +9,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict
 
 MANIFEST_NAME = "manifest.json"
-_BLOCK_BYTES = 8 * 2**20
+_BLOCK_BYTES = 2**20
 
 
 class FileEntry(BaseModel):
@@ -82,9 +82,9 @@ class Checksum:
 
 def checksum_file(path: Path, go_on: Callable[[], None] = lambda: None) -> FileEntry:
     """`go_on` is called before each block."""
-    checksum = Checksum()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
+    checksum, block = Checksum(), memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(block):
             go_on()
-            checksum.update(block)
+            checksum.update(block[:size])
     return checksum.entry(path.name)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from benchmarks.gpu.moves import arrivals
 from sampler_service.weights.files import read_tensors
 from sampler_service.weights.staging import staged, staging_threads
+from trainer_service.checkpoints.host_copies import HostCopies
 
 pytestmark = [
     pytest.mark.gpu,
@@ -60,3 +61,11 @@ def test_how_fast_files_arrive_is_told(files: Path):
     speed = arrivals(files, "cuda", rounds=3)
     print(f"from the page cache to the GPU, GB/s: {speed}")
     assert speed["staged"] > 0 and speed["mapped"] > 0
+
+
+def test_pieces_of_a_tensor_on_a_gpu_are_its_bytes():
+    copies = HostCopies()
+    for size in (40 * MIB + 3, 0, 1, 16 * MIB):
+        tensor = torch.randint(0, 256, (size,), dtype=torch.uint8, device="cuda")
+        found = b"".join(bytes(piece) for piece in copies.pieces(tensor))
+        assert found == tensor.cpu().numpy().tobytes()

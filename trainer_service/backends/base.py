@@ -274,6 +274,12 @@ class TrainerBackend(ABC):
         """Whole tensors of these units, by name, in the order of `exports`. All ranks iterate to
         the end."""
 
+    @property
+    def exports_stay(self) -> bool:
+        """True if exported tensors stay as they are until the next operation. Then a rank exports
+        alone, and several threads write its files."""
+        return False
+
     # --- Capabilities ----------------------------------------------------------------------
 
     def live_state(self) -> LiveState:

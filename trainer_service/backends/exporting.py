@@ -49,6 +49,12 @@ class WholeWeights:
                     found.append(Export(name, tuple(tensor.shape), tensor.dtype, unit))
         return found
 
+    @property
+    def are_parameters(self) -> bool:
+        """True if tensors are parameters and buffers themselves, unless gathered."""
+        parameters = self._model.parameters()
+        return not self._converts and all(each.dtype == self._dtype for each in parameters)
+
     def tensors_of(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in persistent_buffers(self._model).items():
             if name in units:

@@ -480,6 +480,10 @@ class Fsdp2Backend(TrainerBackend):
     def export_weights(self, units: Collection[str]) -> Iterator[tuple[str, Tensor]]:
         return self._whole_weights.tensors_of(units)
 
+    @property
+    def exports_stay(self) -> bool:
+        return not self._sharded and self._whole_weights.are_parameters
+
     def export_adapter(self) -> Mapping[str, Tensor]:
         return {} if self._world.rank else self._adapters.files()
 

@@ -4,19 +4,20 @@ A version is the whole model, or a LoRA run's adapter in PEFT's layout."""
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial as with_arguments
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from tandem.errors import LoadFailed, PublishFailed, ServerError
 from tandem.v1 import trainer_pb2
@@ -37,12 +38,13 @@ from tandem.weights.layout import (
 )
 from tandem.weights.model_files import ties_head
 from tandem.weights.model_store import read_record
-from tandem.weights.store import fsync_path, sync_at_once, sync_name
+from tandem.weights.store import fsync_path, in_threads, sync_at_once, sync_name
 from tandem.weights.sums import TensorSums
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.handoff import KeptCopy
+from trainer_service.checkpoints.host_copies import HostCopies
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
     ByteCount,
@@ -59,6 +61,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CANARY_TOKENS = 16
+_MOST_WRITERS = 8
+LEAST_BYTES = 64 * 2**20
+"""Of a file for a writer of its own."""
 
 
 @dataclass(frozen=True)
@@ -166,21 +171,32 @@ def publish(
 
 @dataclass(frozen=True)
 class _Exported:
-    """A rank's open files of weights, with their tensors, and the error, if it `failed`."""
+    """A rank's open files of weights, with their tensors, and the error, if it `failed`.
+
+    `unwritten` are the tensors by name, if they are still to be written."""
 
     files: list[tuple[HashedFile, list[Export]]]
     opened: ExitStack
     progress: ByteCount
     sums: TensorSums
+    unwritten: Mapping[str, Tensor] = field(default_factory=dict)
     failed: OSError | None = None
+
+    def write_file(self, written: tuple[HashedFile, list[Export]]) -> None:
+        file, exports = written
+        order = _writer(file.name, exports).order
+        tensors = ((name, self.unwritten[name]) for name in order)
+        _write_tensors(file, exports, self.sums.summing(tensors))
 
 
 def _export(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
 ) -> _Exported:
-    """Write the weights in this rank's files, without slow syncs, because other ranks wait."""
+    """Write the weights in this rank's files, without slow syncs, because other ranks wait.
+
+    Large files of a single rank are only opened. Threads write them later."""
     backend, control = trainer.backend, trainer.control
-    sums = TensorSums(backend.dtype)
+    sums, writers = TensorSums(backend.dtype), 1
     if backend.training.lora:
         adapter = backend.export_adapter()
         tensors = iter(adapter.items())
@@ -191,17 +207,23 @@ def _export(
     else:
         exports = list(backend.exports())
         owners = assign_owners(exports, ranks=control.size)
-        files = name_files(exports, owners, ranks=control.size)[control.rank]
+        if backend.exports_stay:
+            writers = _writers(backend.device, exports)
+        files = name_files(exports, owners, ranks=control.size, writers=writers)[control.rank]
         units = {unit for unit, rank in owners.items() if rank == control.rank}
-        tensors = sums.summing(backend.export_weights(units))
+        tensors = backend.export_weights(units)
         if copy is not None:
             tensors = copy.copying(tensors)
+        if writers == 1:
+            tensors = sums.summing(tensors)
     exported = _Exported([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
             file = HashedFile(partial.path / name, progress=exported.progress)
             exported.files.append((exported.opened.enter_context(closing(file)), exports))
-            _write_tensors(file, exports, tensors)
+            if writers == 1:
+                _write_tensors(file, exports, tensors)
+        return replace(exported, unwritten=dict(tensors))
     except OSError as error:
         return replace(exported, failed=error)
     finally:
@@ -213,7 +235,7 @@ def _export(
 def _make_durable(
     partial: PartialVersion, exported: _Exported, trainer: RankTrainer
 ) -> list[dict[str, str | int]]:
-    """Sync this rank's files. Return their manifest entries. Raises `OSError`."""
+    """Write and sync this rank's files. Return their manifest entries. Raises `OSError`."""
 
     def synced(sync: Callable[[], None]) -> None:
         sync()
@@ -222,6 +244,8 @@ def _make_durable(
     with exported.opened:
         if exported.failed is not None:
             raise exported.failed
+        if exported.unwritten:
+            in_threads(exported.write_file, exported.files, threads=_MOST_WRITERS)
         others = [] if trainer.control.rank else _write_small_files(partial, trainer)
         syncs = [file.sync for file, _ in exported.files] + [
             with_arguments(fsync_path, each) for each in others
@@ -265,17 +289,21 @@ def _report(
 
 
 def name_files(
-    exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int
+    exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int, writers: int = 1
 ) -> list[dict[str, list[Export]]]:
-    """The files of each rank, by rank, with at most `FILE_BYTES`, in the order of export."""
+    """The files of each rank, by rank, with at most `FILE_BYTES`, in the order of export.
+
+    A single rank may have several `writers`, which get a file each."""
+    sizes = [export.bytes for export in exports]
+    most = FILE_BYTES if writers == 1 else min(FILE_BYTES, sum(sizes) // writers + max(sizes))
     files: list[list[list[Export]]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks  # of each rank's last file
+    filled = [0] * ranks  # bytes of each rank's last file
     for export in exports:
         rank = owners[export.unit]
-        sizes[rank] += export.bytes
-        if not files[rank] or sizes[rank] > FILE_BYTES:
+        filled[rank] += export.bytes
+        if not files[rank] or filled[rank] > most:
             files[rank].append([])
-            sizes[rank] = export.bytes
+            filled[rank] = export.bytes
         files[rank][-1].append(export)
     count, numbers = sum(map(len, files)), itertools.count(1)
     return [
@@ -329,22 +357,30 @@ def _write_tensors(
 ) -> None:
     """Write one safetensors file. The library ignores errors of close, where NFS reports failed
     writes."""
-    writer = _writer(file.name, exports)
+    writer, copies = _writer(file.name, exports), HostCopies()
     file.write(writer.header)
-    for content in _in_order(writer.order, tensors):
-        file.write(content)
+    for tensor in _in_order(writer.order, tensors):
+        for content in copies.pieces(tensor):
+            file.write(content)
 
 
-def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[memoryview]:
-    """The tensors' bytes in the file's order. Early ones wait for their turn."""
+def _writers(device: str, exports: Sequence[Export]) -> int:
+    """The number of threads that write a single rank's files.
+
+    Threads of small files would mostly wait for Python's lock, beside that of the canary."""
+    cores = torch.get_num_threads() if device == "cpu" else len(os.sched_getaffinity(0))
+    files = sum(export.bytes for export in exports) // LEAST_BYTES
+    return max(1, min(_MOST_WRITERS, cores, files))
+
+
+def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    """The tensors in the file's order. Early ones wait for their turn."""
     early: dict[str, Tensor] = {}
     for awaited in order:
         while awaited not in early:
             name, tensor = next(tensors)
             early[name] = tensor if name == awaited else tensor.clone()
-        content = early.pop(awaited).cpu().contiguous()
-        # After `numpy()`, the storage of a gathered tensor could not be emptied.
-        yield memoryview((ctypes.c_ubyte * content.nbytes).from_address(content.data_ptr()))
+        yield early.pop(awaited)
 
 
 def _commit(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-FILE_BYTES = 4 * 2**30
+FILE_BYTES = 2**30
 """The most bytes of one file, unless a single tensor has more."""
 STALLED_AFTER = 300.0
 """Seconds without progress on any rank, after which the disk counts as failed."""

@@ -104,3 +104,12 @@ def test_files_of_a_version_are_bounded_numbered_and_written_by_the_owners(sizes
         assert mine == [export for export in exports if owners[export.unit] == rank]
         for tensors in files.values():
             assert len(tensors) == 1 or sum(each.bytes for each in tensors) <= FILE_BYTES
+
+
+@given(st.lists(st.integers(1, 2**30), min_size=1), st.integers(1, 8))
+def test_each_writer_of_a_rank_gets_a_file_of_a_large_version(sizes, writers):
+    exports = [Export(f"{n}", (size,), torch.uint8, unit=f"{n}") for n, size in enumerate(sizes)]
+    owners = assign_owners(exports, ranks=1)
+    (files,) = name_files(exports, owners, ranks=1, writers=writers)
+    if sum(sizes) + max(sizes) <= FILE_BYTES:
+        assert len(files) <= writers

@@ -154,6 +154,19 @@ def test_a_version_of_several_files_is_the_model(models, tmp_path, monkeypatch):
     assert all(torch.equal(tensor, many[name]) for name, tensor in one.items())
 
 
+def test_several_threads_write_the_files_of_one_rank(models, tmp_path, monkeypatch):
+    trainer = make_rank(models["qwen3"])
+    assert trainer.backend.exports_stay
+    assert not publish_to(Operations(trainer), tmp_path / "one").HasField("failure")
+    monkeypatch.setattr(publish, "_writers", lambda device, exports: 3)
+    assert not publish_to(Operations(trainer), tmp_path / "many").HasField("failure")
+    one, many = (open_version(tmp_path / name) for name in ("one", "many"))
+    assert sum(entry.name.endswith(".safetensors") for entry in many.files) == 3
+    assert many.sums == one.sums
+    weights_of = (plain(tmp_path / name).state_dict() for name in ("one", "many"))
+    assert all(map(torch.equal, *(each.values() for each in weights_of)))
+
+
 # --- Checkpoints -----------------------------------------------------------------------------
 
 
