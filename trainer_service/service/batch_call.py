@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from tandem.errors import UserError
+from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
 from trainer_service.batches.staleness import FreshBatch, without_stale
 from trainer_service.compute.joint import JointBatch, fits, forward_backward_together
@@ -93,11 +94,12 @@ class JointCalls:
         finally:
             for operations in members:
                 operations.progress.end_batch()
-        seconds = (time.perf_counter() - began) / sum(tokens)
+        spent = time.perf_counter() - began
+        get_log().info("joint_pass", runs=len(members), tokens=sum(tokens), seconds=round(spent, 6))
         for call, operations, size, result in zip(
             self._calls, members, tokens, results or (), strict=results is not None
         ):
             assert call._fresh is not None
             call._reply = operations.reply_of(
-                call.request, call._fresh, result, seconds=seconds * size
+                call.request, call._fresh, result, seconds=spent * size / sum(tokens)
             )
