@@ -92,6 +92,9 @@ from tandem.telemetry import configure_logging, get_log
 _SUPERSEDED = (
     "another gateway has taken over from this one; if there is no other, start the agent again, too"
 )
+_TICK = 0.1
+_DRAIN_POLL = 0.005
+"""Seconds between two looks for unfinished answers."""
 _COLLECTIONS = (2_000, 5, 100)
 """Thresholds of the garbage collector's three generations. A burst of requests keeps many objects
 alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s."""
@@ -326,6 +329,8 @@ class GatewayServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, *, malformed: CountedLines) -> None:
         super().__init__(config)
         self._malformed = malformed
+        self._asked_to_exit = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
@@ -344,8 +349,17 @@ class GatewayServer(uvicorn.Server):
             # Not before, because loading blocks the event loop, for long on a slow machine.
             self._heart = asyncio.create_task(send_heartbeats())
 
+    async def main_loop(self) -> None:
+        """Return when asked to exit. A signal ends the wait for the next tick."""
+        self._loop = asyncio.get_running_loop()
+        counter = 0
+        while not await self.on_tick(counter):
+            counter += 1
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._asked_to_exit.wait(), _TICK)
+
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second."""
+        """Called ten times a second."""
         self._malformed.write()
         return await super().on_tick(counter)
 
@@ -360,12 +374,28 @@ class GatewayServer(uvicorn.Server):
         """Handle SIGTERM and SIGINT, also before the start and after the end."""
         cast(FastAPI, self.config.app).state.stop.ask(sig)
         self.should_exit = True
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._asked_to_exit.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen no more, finish the answers, and close the gateway.
+
+        uvicorn's own method sleeps for a tenth of a second at least twice, which a standby's
+        clients would wait for."""
         if hasattr(cast(FastAPI, self.config.app).state, "gateway"):
             self._announcement.unlink(missing_ok=True)
             self.gateway.futures.release_waiters()
-        await super().shutdown(sockets)
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(GRACEFUL_SECONDS):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(_DRAIN_POLL)
+        for task in self.server_state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()
         self._malformed.write(closing=True)
 
     def _why_deaf(self, error: OSError) -> str:
@@ -415,7 +445,6 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         log_config=None,
         backlog=4096,
         timeout_keep_alive=http_connection.KEEP_ALIVE,
-        timeout_graceful_shutdown=GRACEFUL_SECONDS,
     )
     return GatewayServer(config, malformed=malformed)
 

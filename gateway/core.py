@@ -78,6 +78,7 @@ from gateway.workers.table import WorkerTable
 from gateway.workers.trainer_adapter import TrainerAdapter
 from gateway.workers.worker_metrics import WorkerMetrics
 from gateway.workers.worker_use import WorkerUseMeter
+from tandem.agent.host import Host
 from tandem.errors import SessionFinished, StorageFailed
 from tandem.protocol.worker import WORKER_STOP_TIMEOUT
 from tandem.settings.gateway import GatewaySettings
@@ -359,6 +360,17 @@ class Gateway:
         self._register_gauges()
 
     async def _restore(self) -> None:
+        launchers = self.processes.launchers
+        # Meanwhile, because the agent needs a tenth of a second, for which clients would wait.
+        describing = asyncio.create_task(launchers["trainer"].describe_host())
+        try:
+            await self._read_installation()
+            await self._take_up_work(await describing)
+        finally:
+            describing.cancel()
+            await asyncio.gather(describing, return_exceptions=True)
+
+    async def _read_installation(self) -> None:
         await self.database.open()
         await self.keys.open()
         await self.page_sessions.read_page_sessions()
@@ -370,8 +382,9 @@ class Gateway:
         await self.models.read_models()
         for name, path in self.settings.models.items():  # before sessions, which may use them
             await self.models.add(name=name, path=str(path))
+
+    async def _take_up_work(self, host: Host) -> None:
         launchers = self.processes.launchers
-        host = await launchers["trainer"].describe_host()
         # Wrong settings end the start here, before workers of an earlier gateway are taken up.
         names: dict[str, str] = {role: launcher.name for role, launcher in launchers.items()}
         groups = groups_of(self.settings, host, names)

@@ -40,8 +40,9 @@ class RequestBoundary:
     until the gateway has `opened`. Then counts and times requests, writes the audit log, splits
     large answers, and answers unexpected errors.
 
-    A standby holds a `retrieve_future` for up to `longest_wait` seconds, because after a 5xx the
-    SDK would ask again at once."""
+    A standby holds requests in case it takes over, because the SDK repeats a refused one after a
+    second: a `retrieve_future` for up to `longest_wait` seconds, others for the leader's timeout at
+    most."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class RequestBoundary:
         self._errors = errors
         self._opened = opened
         self._longest_wait = longest_wait
+        self._patience = min(settings.leader_timeout, longest_wait)
         self._host_fault = lru_cache(64)(HostRule(settings).fault)  # most clients use one name
         self._metrics_of = cache(_metrics_of)  # a lookup costs more than counting
         self._log = get_log()
@@ -88,14 +90,24 @@ class RequestBoundary:
             case "/metrics" if is_from_this_machine(scope):
                 found = generate_latest(self._metrics.registry)
                 return Response(found, media_type=CONTENT_TYPE_LATEST)
+            case "/api/v1/readyz" | "/metrics":
+                pass
             case "/api/v1/retrieve_future":
-                try:
-                    await asyncio.wait_for(self._opened.wait(), self._longest_wait)
-                except TimeoutError:
-                    waiting = {"queue_state": "paused_capacity", "queue_state_reason": _STANDBY}
-                    return json_response({"type": "try_again", **waiting}, status=408)
-                return None
+                if await self._opens(within=self._longest_wait):
+                    return None
+                waiting = {"queue_state": "paused_capacity", "queue_state_reason": _STANDBY}
+                return json_response({"type": "try_again", **waiting}, status=408)
+            case _:
+                if await self._opens(within=self._patience):
+                    return None
         return self._errors.response(StandingBy(_STANDBY), path=scope["path"])
+
+    async def _opens(self, *, within: float) -> bool:
+        try:
+            await asyncio.wait_for(self._opened.wait(), within)
+        except TimeoutError:
+            return False
+        return True
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()

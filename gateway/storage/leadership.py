@@ -28,8 +28,8 @@ from gateway.storage.tables import leader
 from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
-_POLL = 0.5
-"""Seconds between two looks at another gateway's row."""
+_POLL = 0.1
+"""Seconds between two looks at another gateway's row. They are a part of each takeover."""
 _BEATS = 5
 """Beats per `timeout`."""
 

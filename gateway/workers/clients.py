@@ -27,7 +27,7 @@ DESCRIBE_TIMEOUT = 30.0
 _REMOVAL_TIMEOUT = 60.0
 _PROGRESS_TIMEOUT = 5.0
 _RELEASE_TIMEOUT = 5.0
-_IDLE_INTERVAL = 0.1
+_IDLE_INTERVAL = 0.02
 _FAILED_SEND = "Internal error from Core"  # gRPC's own words
 EXIT_REPORT_PATIENCE = 5.0
 """Seconds for the launcher to report a worker's end after its connection broke."""

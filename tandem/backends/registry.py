@@ -23,17 +23,18 @@ REFUSED = {
 
 def known_backends() -> dict[str, str]:
     """Return all installed backends, each with the reason why it is unusable, or ""."""
-    return {name: each if isinstance(each, str) else "" for name, each in descriptions().items()}
+    return _reasons(descriptions())
 
 
 def backends_of_runs() -> dict[str, str]:
     """Return `known_backends`, also with the reason why no run can use a job backend."""
+    found = descriptions()
     jobs = {
         name: f"the trainer backend {name!r} trains whole jobs; start one with `tandem train`"
-        for name, each in descriptions().items()
+        for name, each in found.items()
         if _is_job(each)
     }
-    return known_backends() | jobs
+    return _reasons(found) | jobs
 
 
 def descriptions() -> dict[str, BackendDescription | str]:
@@ -65,6 +66,10 @@ def job_backend(name: str) -> BackendDescription:
             f"{name[:64]!r} is no job backend; known: {', '.join(jobs)}", field="backend"
         )
     return described
+
+
+def _reasons(found: Mapping[str, BackendDescription | str]) -> dict[str, str]:
+    return {name: each if isinstance(each, str) else "" for name, each in found.items()}
 
 
 def _is_job(about: BackendDescription | str) -> bool:

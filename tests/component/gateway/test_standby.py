@@ -192,6 +192,24 @@ def test_a_poll_that_reaches_the_standby_is_answered_when_it_takes_over(tmp_path
             assert [answer.content for answer in answers] == [result]
 
 
+def test_a_request_that_reaches_the_standby_is_answered_when_it_takes_over(tmp_path):
+    answers = []
+    with running_gateway(tmp_path, session_ttl=600, leader_timeout=NEVER) as first:
+        run = first.run_id(first.session_id())
+        with running_gateway(tmp_path, standby=True, long_poll=40, leader_timeout=NEVER) as second:
+
+            def step() -> None:
+                with second.http() as client:
+                    answers.append(optim_step(client, run, 1))
+
+            stepping = threading.Thread(target=step, daemon=True)
+            stepping.start()
+            first.server.should_exit = True
+            stepping.join(PATIENCE)
+            assert [answer.json()["request_id"] for answer in answers] == [f"{run}:1"]
+            assert second.retrieve(f"{run}:1").status_code == 200
+
+
 def test_a_gateway_that_another_one_has_superseded_says_so_and_ends_itself(
     tmp_path, postgres, capfd
 ):

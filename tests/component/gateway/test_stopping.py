@@ -11,7 +11,7 @@ from gateway.app import create_app, make_server
 from gateway.workers.processes import Processes
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.running import no_signals, settings_for
-from tests.support.waiting import PATIENCE
+from tests.support.waiting import PATIENCE, until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -21,6 +21,18 @@ async def test_a_signal_that_comes_before_the_gateway_serves_ends_it(tmp_path, n
     server.capture_signals = no_signals
     server.handle_exit(number, None)
     await asyncio.wait_for(server.serve(), PATIENCE)
+    assert not (settings.data_dir / "gateway.json").exists()
+
+
+async def test_a_signal_ends_a_gateway_before_the_next_tick(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.app._TICK", 1e6)
+    settings = settings_for(tmp_path)
+    server = make_server(create_app(settings, launcher=FakeLauncher()), settings)
+    server.capture_signals = no_signals
+    serving = asyncio.create_task(server.serve())
+    await until(lambda: (settings.data_dir / "gateway.json").exists())
+    server.handle_exit(signal.SIGTERM, None)
+    await asyncio.wait_for(serving, PATIENCE)
     assert not (settings.data_dir / "gateway.json").exists()
 
 
