@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record report restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-takeover bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -116,6 +116,9 @@ bench-rerun: setup ## Measures the time to the first reward after a change of th
 
 bench-starts: setup ## Measures starts of workers in new processes and in idle ones. ARGS="--rounds 5"
 	@.venv/bin/python -m benchmarks.starts $(ARGS)
+
+bench-takeover: setup ## Measures a client's pause when a standby takes over. ARGS=../other-checkout
+	@.venv/bin/python -m benchmarks.takeover $(ARGS)
 
 bench-timeslice: setup ## Measures experiments that share devices, beside the same experiments in a row.
 	@.venv/bin/python -m benchmarks.timeslice $(ARGS)
