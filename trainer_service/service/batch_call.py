@@ -1,4 +1,6 @@
-"""A call of forward_backward: alone, or together with calls of other runs."""
+"""A call of forward_backward: alone, or together with calls of other runs.
+
+Functions import torch's users, because this module is loaded before torch's environment is set."""
 
 from __future__ import annotations
 
@@ -9,11 +11,11 @@ from typing import TYPE_CHECKING
 from tandem.errors import UserError
 from tandem.telemetry import get_log
 from tandem.v1 import trainer_pb2
-from trainer_service.batches.staleness import FreshBatch, without_stale
-from trainer_service.compute.joint import JointBatch, fits, forward_backward_together
 
 if TYPE_CHECKING:
+    from trainer_service.batches.staleness import FreshBatch
     from trainer_service.batches.validation import Batch
+    from trainer_service.compute.joint import JointBatch
     from trainer_service.service.engine_thread import EngineThread
     from trainer_service.service.hosted_runs import HostedRuns
     from trainer_service.service.operations import Operations
@@ -43,6 +45,8 @@ class BatchCall:
 
     def joint_batch(self, operations: Operations) -> JointBatch | None:
         """Return the batch, if it is read and can share a pass. Only in the run's turn."""
+        from trainer_service.batches.staleness import without_stale
+
         trainer, request = operations.trainer, self.request
         if self._read is None or not self._read.done() or self._read.exception() is not None:
             return None
@@ -70,6 +74,8 @@ class JointCalls:
 
     def join(self, call: BatchCall) -> bool:
         """Add a call if it fits. Its run's earlier operations are done."""
+        from trainer_service.compute.joint import fits
+
         if not self._open:
             return False
         batch = call.joint_batch(self._runs.operations_of(call.run_id))
@@ -83,6 +89,8 @@ class JointCalls:
         """Compute all calls in one pass. If it fails, none has a reply, and each is computed alone.
 
         A reply's seconds are the run's part of the pass, by tokens."""
+        from trainer_service.compute.joint import forward_backward_together
+
         began = time.perf_counter()
         members = [self._runs.operations_of(call.run_id) for call in self._calls]
         tokens = [len(each.batch.tokens) for each in self._batches]

@@ -32,3 +32,13 @@ def test_libraries_are_imported_also_where_python_has_frozen_objects(module, nam
         [sys.executable, "-c", script], env=os.environ, capture_output=True, text=True, timeout=300
     )
     assert done.stdout.splitlines()[-1:] == [f"{' '.join(names)} True"], done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("module", ["trainer_service.__main__", "trainer_service.node"])
+def test_a_trainer_sets_its_environment_before_it_imports_torch(module):
+    """Otherwise waiting threads spin, which takes the cores of busy machines."""
+    script = f"import sys, {module}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.split() == ["False"], done.stderr[-2000:]

@@ -19,10 +19,10 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from tests.unit.trainer.test_sharing import assert_same_weights, host, optim_step
 from trainer_service.batches.validation import Batch
+from trainer_service.compute import joint
 from trainer_service.compute.joint import JointBatch, fits, forward_backward_together
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.optimizers import AdamWSettings
-from trainer_service.service import batch_call
 from trainer_service.service.batch_call import BatchCall
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.hosted_runs import HostedRuns
@@ -103,7 +103,7 @@ class Waiting:
             self.passes.append(len(together))
             return forward_backward_together(together)
 
-        monkeypatch.setattr(batch_call, "forward_backward_together", counted)
+        monkeypatch.setattr(joint, "forward_backward_together", counted)
 
     def _broken(self, error: BaseException) -> None:
         raise error
