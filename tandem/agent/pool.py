@@ -43,7 +43,7 @@ _HAND_OVER_SECONDS = 3.0
 _KILLED_SECONDS = 10.0
 _LONGEST_WAIT = 600.0
 _TOGETHER_SECONDS = 60.0
-"""Workers that start within this time are needed together."""
+"""Engines that start within this time are needed together."""
 _RECENT_SECONDS = 3600.0
 _REMEMBERED = 32
 _MOST_GROWN = 4
@@ -166,8 +166,8 @@ class _Idle:
 
 
 class Pool:
-    """Keeps `sizes` idle processes of each kind while memory is free, or up to four if so many
-    workers started within a minute of the last hour. Make it in an event loop.
+    """Keeps `sizes` idle processes of each kind while memory is free, and up to four for engines if
+    so many started within a minute of the last hour. Make it in an event loop.
 
     They are added one at a time while `quiet`, because a starting worker needs the processors. A
     process that ends by itself is replaced after a growing delay."""
@@ -187,8 +187,8 @@ class Pool:
         self._idle: dict[WorkerKind, list[_Idle]] = {kind: [] for kind in sizes}
         self._ends: dict[WorkerKind, int] = dict.fromkeys(sizes, 0)
         self._not_before: dict[WorkerKind, float] = dict.fromkeys(sizes, 0.0)
-        self._starts = {kind: deque[float](maxlen=_REMEMBERED) for kind in sizes}
-        """The times of the last starts."""
+        self._starts = deque[float](maxlen=_REMEMBERED)
+        """The times of the last starts of engines."""
         self._watches: set[asyncio.Task[None]] = set()
         self._log = get_log()
         self._clock = asyncio.get_running_loop().time
@@ -204,8 +204,8 @@ class Pool:
         """Turn an idle process into the worker with this specification, with its output in the log.
 
         Returns None if no process accepts it. Processes that refused are gone."""
-        if kind in self._starts:
-            self._starts[kind].append(self._clock())
+        if kind == "sampler":
+            self._starts.append(self._clock())
         waiting = self._idle.get(kind, [])
         while waiting:
             idle = waiting.pop(0)
@@ -236,7 +236,9 @@ class Pool:
 
     def _size(self, kind: WorkerKind) -> int:
         """Return the number of idle processes that should wait."""
-        starts = [at for at in self._starts[kind] if at > self._clock() - _RECENT_SECONDS]
+        if kind != "sampler":
+            return self._sizes[kind]
+        starts = [at for at in self._starts if at > self._clock() - _RECENT_SECONDS]
         together = (sum(at <= each < at + _TOGETHER_SECONDS for each in starts) for at in starts)
         return max(self._sizes[kind], min(_MOST_GROWN, max(together, default=0)))
 

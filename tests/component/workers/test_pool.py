@@ -101,19 +101,17 @@ async def test_an_idle_process_becomes_the_worker_and_is_replaced_when_that_is_r
         assert await idle_one(launcher) != first
 
 
-async def test_as_many_processes_wait_as_workers_started_within_a_minute(tmp_path, monkeypatch):
-    async with launching(tmp_path) as launcher:
+async def test_as_many_processes_wait_as_engines_started_within_a_minute(tmp_path, monkeypatch):
+    async with launching(tmp_path, pool={"sampler": 1}) as launcher:
         for number in range(2):
-            await until_serving(await launcher.start(spec(f"trainer-s-1-{number}")))
-        await until(lambda: len(launcher.idle.pids("trainer")) == 2)
-        monkeypatch.setattr(pools, "_TOGETHER_SECONDS", 0.0)
-        assert launcher.idle._size("trainer") == 1
-        monkeypatch.setattr(pools, "_TOGETHER_SECONDS", 60.0)
+            engine = spec(f"sampler-s-1-{number}", kind="sampler", run_id="")
+            await until_serving(await launcher.start(engine))
+        await until(lambda: len(launcher.idle.pids("sampler")) == 2)
         for number in range(2, 7):
-            await launcher.start(spec(f"trainer-s-1-{number}"))
-        assert launcher.idle._size("trainer") == 4
+            await launcher.start(spec(f"sampler-s-1-{number}", kind="sampler", run_id=""))
+        assert launcher.idle._size("sampler") == 4
         monkeypatch.setattr(pools, "_RECENT_SECONDS", 0.0)
-        assert launcher.idle._size("trainer") == 1
+        assert launcher.idle._size("sampler") == 1
 
 
 async def test_nobody_is_told_of_idle_processes(tmp_path):

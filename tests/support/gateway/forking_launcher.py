@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 
@@ -59,6 +60,7 @@ class ForkingLauncher(FakeLauncher):
     async def close(self) -> None:
         for worker_id in tuple(self._processes):
             await self.stop(worker_id)
+        forkserver._forkserver._stop()
         await super().close()
 
 
