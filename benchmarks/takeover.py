@@ -33,6 +33,7 @@ from benchmarks.recovery import batch
 from tandem.demo.tiny_model import write_tiny_model
 from tests.support.ports import known_port
 from tests.support.postgres import Postgres, running_postgres
+from tests.support.processes import end_at_signal
 
 HERE = Path(__file__).resolve().parent.parent
 MODEL, KEY = "bench/model", "tml-bench-key"
@@ -271,6 +272,7 @@ def main() -> None:
     parser.add_argument("--no-save", action="store_true", help="only print")
     parser.add_argument("--keep", type=Path, help="an empty folder for the logs")
     arguments = parser.parse_args()
+    end_at_signal()
     checkouts = {"this checkout": HERE}
     if arguments.other is not None:
         checkouts["another checkout"] = arguments.other.resolve()

@@ -105,8 +105,10 @@ def running_postgres() -> Iterator[Postgres]:
     server = Postgres(folder)
     try:
         server.start()
-        yield server
-        server.stop("immediate")
+        try:
+            yield server
+        finally:
+            server.stop("immediate")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
