@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 import time
+from functools import cached_property
 from pathlib import Path
 
 import tinker
@@ -26,9 +27,14 @@ class Probe:
         self._stack = stack
         self._client = service.create_lora_training_client("bench/model:full").result()
         self._sampler = self._client.save_weights_and_get_sampling_client().result()
-        self._plain_run = service.create_lora_training_client("bench/model:full").result()
+        self._service = service
         self._seq_id = 0
         self._seed = 0
+
+    @cached_property
+    def _plain_run(self) -> tinker.TrainingClient:
+        """A run without a sampler."""
+        return self._service.create_lora_training_client("bench/model:full").result()
 
     def empty_operation_ms(self) -> float:
         """Median of 100 operations that do nothing: accepted, logged, refused, fetched."""

@@ -105,6 +105,7 @@ def beside(other: Path, model: Path, *, pairs: int, seconds: float) -> dict[str,
             row["written once"] = _write(content, model / "once")
             row["engine's load"] = engine.reload(model)
             found.append(row)
+            print({key: round(value, 3) for key, value in row.items()}, flush=True)
     both = [row["written once"] + row["engine's load"] for row in found]
     ratios = {
         "here / other": [row["here"] / row["other"] for row in found],
