@@ -31,6 +31,7 @@ from tinker import types
 from benchmarks import record
 from benchmarks.recovery import batch
 from tandem.demo.tiny_model import write_tiny_model
+from tandem.protocol.own_machine import http_client
 from tests.support.ports import known_port
 from tests.support.postgres import Postgres, running_postgres
 from tests.support.processes import end_at_signal
@@ -89,11 +90,11 @@ class LoadBalancer:
         await asyncio.sleep(_LOOK)
 
     async def _look(self, port: int) -> None:
-        async with httpx.AsyncClient(timeout=1.0, verify=False) as client:
+        with http_client(f"http://127.0.0.1:{port}", timeout=1.0) as client:
             while True:
                 ready = False
                 try:
-                    answer = await client.get(f"http://127.0.0.1:{port}/api/v1/readyz")
+                    answer = await asyncio.to_thread(client.get, "/api/v1/readyz")
                     ready = answer.is_success
                     self._silent.discard(port)
                 except httpx.TimeoutException:
@@ -191,15 +192,15 @@ class Rig:
 
     def _start_gateway(self, port: int) -> None:
         self._gateways[port] = self._start(f"gateway-{port}", "gateway", TANDEM_PORT=str(port))
-        url = f"http://127.0.0.1:{port}/api/v1/healthz"
 
         def answers() -> bool:
             try:
-                return httpx.get(url, timeout=5, verify=False).is_success
+                return client.get("/api/v1/healthz").is_success
             except httpx.HTTPError:
                 return False
 
-        wait(answers)
+        with http_client(f"http://127.0.0.1:{port}", timeout=5) as client:
+            wait(answers)
 
     def _new_run(self) -> tinker.TrainingClient:
         return self._service.create_lora_training_client(f"{MODEL}:full").result()
