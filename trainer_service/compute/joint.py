@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trainer_service.backends.base import Gradients
+from tandem.errors import describe
+from tandem.telemetry import get_log
+from trainer_service.backends.base import Gradients, TrainerBackend
 from trainer_service.backends.loop import (
     JointShare,
     ShareResult,
@@ -20,21 +22,25 @@ from trainer_service.backends.loop import (
     empty_share,
 )
 from trainer_service.batches.micro_batches import RankPlan
+from trainer_service.compute.parallel import ParallelMicroBatches
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from trainer_service.batches.validation import Batch
-    from trainer_service.compute.trainer import BatchResult, RankTrainer
 
 
 @dataclass(frozen=True)
 class JointBatch:
-    """A run's batch that can share a pass, with its plan: one micro-batch in each share at most."""
+    """A run's batch that can share a pass, with its plan: one micro-batch in each share at most.
 
-    trainer: RankTrainer
+    `micro_batch_tokens` is the run's limit. Runs of one trainer have the same `parallel`."""
+
+    backend: TrainerBackend
     batch: Batch
     plan: Sequence[RankPlan]
+    micro_batch_tokens: int
+    parallel: ParallelMicroBatches | None
 
     @property
     def sizes(self) -> list[int]:
@@ -46,7 +52,7 @@ class JointBatch:
 
 def fits(together: Sequence[JointBatch]) -> bool:
     """True if the shares of all batches fit into the micro-batches of the memory plan."""
-    limit = min(each.trainer.micro_batch_tokens for each in together)
+    limit = min(each.micro_batch_tokens for each in together)
     totals: dict[int, int] = {}
     for each in together:
         for share, tokens in enumerate(each.sizes):
@@ -54,32 +60,29 @@ def fits(together: Sequence[JointBatch]) -> bool:
     return all(tokens <= limit for tokens in totals.values())
 
 
-def forward_backward_together(together: Sequence[JointBatch]) -> list[BatchResult] | None:
+def forward_backward_together(together: Sequence[JointBatch]) -> list[list[ShareResult]] | None:
     """Compute the batches in one pass, and add each run's gradients to its held ones.
 
+    Returns the results of each batch's shares.
+
     None: the pass failed, and nothing has changed. A run's own pass then tells its error."""
-    marks = [each.trainer.backend.mark() for each in together]
-    first = together[0].trainer
+    marks = [each.backend.mark() for each in together]
     try:
-        with first.backend.joint_pass():
-            results = _compute(together)
-    except Exception:
+        with together[0].backend.joint_pass():
+            return _compute(together)
+    except Exception as error:
         undone = [
-            mark is not None and each.trainer.backend.undo(mark)
+            mark is not None and each.backend.undo(mark)
             for each, mark in zip(together, marks, strict=True)
         ]
         if not all(undone):
             raise
+        get_log().warning("joint_pass_failed", runs=len(together), reason=describe(error))
         return None
-    return [
-        each.trainer.combined(each.batch, each.plan, result)
-        for each, result in zip(together, results, strict=True)
-    ]
 
 
 def _compute(together: Sequence[JointBatch]) -> list[list[ShareResult]]:
-    """The results of each batch's shares."""
-    parallel = together[0].trainer.parallel
+    parallel = together[0].parallel
     passes = [_Pass(together, number) for number in range(max(len(each.plan) for each in together))]
     if parallel is None:
         for one in passes:
@@ -90,7 +93,7 @@ def _compute(together: Sequence[JointBatch]) -> list[list[ShareResult]]:
     for member, each in enumerate(together):
         found.append([passes[number].result_of(member) for number in range(len(each.plan))])
         for one in passes[: len(each.plan)] if parallel else ():
-            each.trainer.backend.accumulate(one.gradients_of(member))
+            each.backend.accumulate(one.gradients_of(member))
     return found
 
 
@@ -104,7 +107,7 @@ class _Pass:
             if number < len(each.plan) and any(each.plan[number])
         ]
         self._shares = [
-            JointShare(each.trainer.backend, each.batch, next(filter(None, each.plan[number])))
+            JointShare(each.backend, each.batch, next(filter(None, each.plan[number])))
             for each in (together[member] for member in self._members)
         ]
         self._empty = [empty_share(each.batch) for each in together]

@@ -247,7 +247,7 @@ class RankTrainer:
         if batch.forward_only or loss.failure is not None or not len(batch.lengths):
             return None
         plan = self._plan(batch, self.micro_batch_tokens)
-        joint = JointBatch(self, batch, plan)
+        joint = JointBatch(backend, batch, plan, self.micro_batch_tokens, self.parallel)
         by_entry = loss.by_entry(batch.settings)
         single = all(len(share) == 1 for share in plan)
         shares = [tokens for tokens in joint.sizes if tokens]

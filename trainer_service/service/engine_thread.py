@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from trainer_service.service.batch_call import BatchCall, JointCalls
+from trainer_service.service.batch_call import BatchCall
 
 if TYPE_CHECKING:
+    from trainer_service.batches.validation import Batch
     from trainer_service.service.hosted_runs import HostedRuns
 
 T = TypeVar("T")
@@ -85,9 +86,13 @@ class EngineThread:
             self._changed.notify()
         return future
 
-    def read_ahead(self, read: Callable[[HostedRuns], T]) -> Future[T]:
-        """Start reading input of a later job, which no job changes."""
-        return self._reader.submit(lambda: read(self.started.result()))
+    def read_ahead(self, call: BatchCall) -> None:
+        """Start reading the batch of a later job."""
+
+        def read() -> Batch:
+            return self.started.result().operations_of(call.run_id).read_batch(call.request)
+
+        call.read = self._reader.submit(read)
 
     def _run(self) -> None:
         try:
@@ -104,7 +109,8 @@ class EngineThread:
                 if not waiting:
                     runs.heartbeat()
                     continue
-                jobs = _joined(waiting, runs)
+                places = runs.compute_together([(job.run_id, job.call) for job in waiting])
+                jobs = [waiting[place] for place in places]
                 with self._changed:
                     for job in jobs:
                         self._jobs.remove(job)
@@ -112,21 +118,3 @@ class EngineThread:
                     job.carry_out(runs)
         except BaseException as error:  # noqa: BLE001 (any error breaks the group)
             self._on_broken(error)
-
-
-def _joined(waiting: Sequence[_Job], runs: HostedRuns) -> list[_Job]:
-    """Return the first job, with the jobs that a joint pass has computed together with it."""
-    first, *others = waiting
-    jobs, met = [first], {first.run_id}
-    joint: JointCalls | None = None
-    for job in others:
-        if not first.call or not job.run_id:
-            break
-        if job.call and job.run_id not in met:
-            joint = joint or JointCalls(runs, first.call)
-            if joint.join(job.call):
-                jobs.append(job)
-        met.add(job.run_id)
-    if joint and len(jobs) > 1:
-        joint.compute()
-    return jobs

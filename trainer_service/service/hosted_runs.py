@@ -5,7 +5,7 @@ Each run has its own `Operations` and a number, which rank 0 announces with each
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from tandem.errors import InvalidRequest, OutOfMemory, UserError, describe
@@ -16,6 +16,8 @@ from trainer_service.checkpoints.snapshots import snapshot_thread
 from trainer_service.compute.control_group import ControlGroup, Op
 from trainer_service.compute.device_memory import memory_of
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.service import joint_calls
+from trainer_service.service.batch_call import BatchCall
 from trainer_service.service.operations import Follower, Operations
 from trainer_service.service.switching import Switching
 
@@ -47,6 +49,10 @@ class HostedRuns:
         operations = self._runs[run_id]
         operations.trainer.backend.activate()
         return operations
+
+    def compute_together(self, waiting: Sequence[tuple[str, BatchCall | None]]) -> list[int]:
+        """Compute the first of the waiting jobs' batches together with others. See there."""
+        return joint_calls.compute_together(waiting, self.operations_of)
 
     def release_copies(self) -> None:
         for run in self._runs.values():

@@ -131,7 +131,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             request,
             context,
             trainer_pb2.ForwardBackwardReply,
-            (call := BatchCall(request, self._engine)).compute,
+            (call := BatchCall(request)).compute,
             call=call,
         )
 
@@ -294,7 +294,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
                     )
                 await self._fence.check(context)
                 if call:
-                    call.read_ahead()
+                    self._engine.read_ahead(call)
                 # A separate task: if the caller gives up, the journal's operation must still be
                 # applied.
                 kind = reply_type.DESCRIPTOR.name.removesuffix("Reply")

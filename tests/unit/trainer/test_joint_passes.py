@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +19,13 @@ from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from tests.unit.trainer.test_sharing import assert_same_weights, host, optim_step
 from trainer_service.batches.validation import Batch
-from trainer_service.compute import joint
 from trainer_service.compute.joint import JointBatch, fits, forward_backward_together
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.optimizers import AdamWSettings
+from trainer_service.service import joint_calls
 from trainer_service.service.batch_call import BatchCall
 from trainer_service.service.engine_thread import EngineThread
 from trainer_service.service.hosted_runs import HostedRuns
-from trainer_service.service.operations import Operations
 
 SPECS = [
     LoraSpec(rank=4, seed=5),
@@ -69,20 +68,25 @@ def test_a_joint_pass_has_the_bits_of_each_runs_own_pass(
     settings = {"parallel": parallel, "logits_bytes": logits_bytes}
     together, alone = (trainers(models[architecture], **settings) for _ in range(2))
     for round in range(2):
-        found = forward_backward_together(joined(together, batches(together, round=round)))
+        given = joined(together, batches(together, round=round))
+        found = forward_backward_together(given)
         assert found is not None
-        for run, other, batch, result in zip(
-            together, alone, batches(alone, round=round), found, strict=True
+        for run, other, batch, mine, results in zip(
+            together, alone, batches(alone, round=round), given, found, strict=True
         ):
+            result = run.combined(mine.batch, mine.plan, results)
             other.backend.activate()
             expected = other.forward_backward(batch)
             assert expected is not None
             assert np.array_equal(result.logprobs, expected.logprobs)
             assert (result.metrics, result.sums) == (expected.metrics, expected.sums)
-            theirs = gradients(other)
-            mine = gradients(run)
-            assert mine.keys() == theirs.keys()
-            assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+            expected_gradients = gradients(other)
+            found_gradients = gradients(run)
+            assert found_gradients.keys() == expected_gradients.keys()
+            assert all(
+                torch.equal(found_gradients[name], gradient)
+                for name, gradient in expected_gradients.items()
+            )
             for each in (run, other):
                 each.backend.activate()
                 each.optim_step(STEP)
@@ -97,13 +101,14 @@ class Waiting:
         self.engine = EngineThread(start=lambda: runs, heartbeat=1.0, on_broken=self._broken)
         self.engine.run()
         self.engine.submit(lambda _: self._begin.wait(60))
+        self._calls: list[BatchCall] = []
         self._found: list[Future[trainer_pb2.ForwardBackwardReply]] = []
 
         def counted(together: Sequence[JointBatch]) -> object:
             self.passes.append(len(together))
             return forward_backward_together(together)
 
-        monkeypatch.setattr(joint, "forward_backward_together", counted)
+        monkeypatch.setattr(joint_calls, "forward_backward_together", counted)
 
     def _broken(self, error: BaseException) -> None:
         raise error
@@ -113,8 +118,9 @@ class Waiting:
             header=common_pb2.OperationHeader(run_id=run),
             payload=request(data).SerializeToString(),
         )
-        call = BatchCall(message, self.engine)
-        call.read_ahead()
+        call = BatchCall(message)
+        self.engine.read_ahead(call)
+        self._calls.append(call)
         job = self.engine.submit(
             lambda runs: call.compute(runs.take_turn(run)), run_id=run, call=call
         )
@@ -124,13 +130,14 @@ class Waiting:
         self.engine.submit(lambda runs: optim_step(runs.take_turn(run), clip=0.5), run_id=run)
 
     def replies(self) -> list[trainer_pb2.ForwardBackwardReply]:
-        self.engine.read_ahead(lambda runs: None).result(60)  # all batches are read
+        wait([call.read for call in self._calls if call.read], timeout=60)
         self._begin.set()
         return [job.result(60) for job in self._found]
 
 
-def output_of(operations: Operations, data: Sequence[wire.Datum]) -> bytes:
-    return forward_backward(operations, data).SerializeToString()
+def parsed(reply: trainer_pb2.ForwardBackwardReply) -> wire.ForwardBackwardOutput:
+    """A reply's output. Messages are compared, because maps have no order in bytes."""
+    return wire.ForwardBackwardOutput.FromString(reply.output)
 
 
 @pytest.fixture
@@ -153,7 +160,7 @@ def test_waiting_batches_of_several_runs_are_computed_in_one_pass(hosts, monkeyp
     found = waiting.replies()
     for number, (run, data) in enumerate(sent):
         operations = alone.take_turn(run)
-        assert found[number].output == output_of(operations, data)
+        assert parsed(found[number]) == forward_backward(operations, data)
         if number < 3:
             optim_step(operations, clip=0.5)
     assert waiting.passes == [3, 3]
@@ -173,7 +180,7 @@ def test_a_refused_batch_fails_its_run_alone(hosts, monkeypatch):
     assert waiting.passes == [2]
     for number in (0, 2):
         run, data = sent[number]
-        assert found[number].output == output_of(alone.take_turn(run), data)
+        assert parsed(found[number]) == forward_backward(alone.take_turn(run), data)
 
 
 def test_no_batch_passes_a_job_of_all_runs(hosts, monkeypatch):
@@ -199,7 +206,7 @@ def test_a_pass_that_fails_is_computed_run_by_run(hosts, monkeypatch):
     found = waiting.replies()
     assert waiting.passes == [2]
     for run, reply in zip("ab", found, strict=True):
-        assert reply.output == output_of(alone.take_turn(run), data_of(3, count=12))
+        assert parsed(reply) == forward_backward(alone.take_turn(run), data_of(3, count=12))
 
 
 def test_a_pass_holds_no_more_than_a_micro_batch(models):
