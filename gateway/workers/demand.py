@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from gateway.workers.adapters import Moved
 from gateway.workers.overview import Demand, WorkerBytes
 from gateway.workers.steps import SleepPlan
+from gateway.workers.turns import ROUND_TRIP
 
 _SECOND_WAIT = 0.5
 _JITTER = 0.2
@@ -41,7 +42,8 @@ class WorkerCalls:
 
     `open_steps` names the callers whose gradients wait for a step. `busy_seconds` is the time with
     calls since the worker woke, and `used_seconds` the time in all. Neither counts running
-    calls."""
+    calls. After a pause of more than `patience` seconds, a call begins another step. The present
+    step has taken `present_seconds` of work."""
 
     clock: Callable[[], float]
     backoff: Backoff = field(default_factory=Backoff)
@@ -53,6 +55,9 @@ class WorkerCalls:
     busy_since: float = 0.0
     busy_seconds: float = 0.0
     used_seconds: float = 0.0
+    patience: float = ROUND_TRIP
+    step_seconds: float = 0.0
+    present_seconds: float = 0.0
     idle_since: float = 0.0
     served_at: float = 0.0
     started_at: float = 0.0
@@ -68,6 +73,7 @@ class WorkerCalls:
         return Demand(
             uses=self.uses,
             used_seconds=self.used_seconds + self.running_seconds,
+            step_seconds=self.step_seconds,
             waiting=len(self.waiting),
             waiting_since=self.waiting_since,
             open_step=bool(self.open_steps),
@@ -84,6 +90,14 @@ class WorkerCalls:
 
     # --- Calls --------------------------------------------------------------------------------
 
+    def note_arrival(self) -> None:
+        """Note a call. A step is as long as its predecessor's half at least, because a worker may
+        also have short ones."""
+        paused = not self.uses and not self.waiting and not self.open_steps
+        if paused and self.present_seconds and self.clock() - self.idle_since > self.patience:
+            self.step_seconds = max(self.present_seconds, self.step_seconds / 2)
+            self.present_seconds = 0.0
+
     def begin_use(self) -> None:
         if not self.uses:
             self.busy_since = self.clock()
@@ -98,6 +112,7 @@ class WorkerCalls:
         seconds = self.idle_since - self.busy_since
         self.busy_seconds += seconds
         self.used_seconds += seconds
+        self.present_seconds += seconds
         return seconds
 
     @property
@@ -112,6 +127,7 @@ class WorkerCalls:
 
     def wait(self) -> asyncio.Future[None]:
         """Return a future that is done when a call may begin."""
+        self.note_arrival()
         if not self.waiting:
             self.waiting_since = self.clock()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

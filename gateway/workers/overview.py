@@ -21,17 +21,18 @@ Way = Literal["host", "disk", "drop"]
 class Demand:
     """The calls of one worker. Times are seconds since 1970, and 0.0 is never.
 
-    `uses` calls are under way, and calls took `used_seconds` in all. `waiting` calls wait, the
-    oldest since `waiting_since`. In an `open_step`, gradients wait for their optimizer step.
-    `idle_since` is the end of the last call, `started_at` the start of its process, and `served_at`
-    the last time when the worker gave up its devices. A `yielding` worker admits no new call. A
-    silent worker has not answered since `silent_since`. `rests_until` delays its next step after a
-    failure. After a sleep without room the worker stays awake until `stays_until`. The first such
-    sleep was at `refused_at`. A job that `keeps_devices` is not asked to sleep, because an attempt
-    of it has ended in a sleep."""
+    `uses` calls are under way. Calls took `used_seconds` in all, and `step_seconds` from one pause
+    of the client to the next. `waiting` calls wait, the oldest since `waiting_since`. In an
+    `open_step`, gradients wait for their optimizer step. `idle_since` is the end of the last call,
+    `started_at` the start of its process, and `served_at` the last time when the worker gave up its
+    devices. A `yielding` worker admits no new call. A silent worker has not answered since
+    `silent_since`. `rests_until` delays its next step after a failure. After a sleep without room
+    the worker stays awake until `stays_until`. The first such sleep was at `refused_at`. A job that
+    `keeps_devices` is not asked to sleep, because an attempt of it has ended in a sleep."""
 
     uses: int = 0
     used_seconds: float = 0.0
+    step_seconds: float = 0.0
     waiting: int = 0
     waiting_since: float = 0.0
     open_step: bool = False

@@ -17,6 +17,7 @@ from gateway.workers.demand import WorkerCalls
 from gateway.workers.groups import WorkerGroup
 from gateway.workers.overview import Budgets, Overview
 from gateway.workers.table import WorkerEvent, WorkerRow, WorkerTable
+from gateway.workers.turns import ROUND_TRIP
 from gateway.workers.worker_metrics import WorkerMetrics
 from gateway.workers.worker_use import WorkerUseMeter
 from tandem.errors import StorageFailed, WorkerDied, WorkerStartFailed
@@ -263,7 +264,8 @@ class Roster:
     def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
         """Note the seconds of a sleep or a wake. A switch consists of both."""
         before = self._switch_seconds.get(row.group, 0.0)
-        self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
+        recent = self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
+        self.calls_of(row.key).patience = max(ROUND_TRIP, recent)
         self.switches[row.group] += 1
         if self.metrics is not None:
             self.metrics.note_switch(row, direction, seconds, moved)

@@ -107,6 +107,8 @@ class Supervisor(Holdings):
             calls.open_steps.add(caller)
         elif step == "end":
             calls.open_steps.discard(caller)
+            if self.roster.somebody_waits():  # perhaps for the end of this step
+                self.poke()
         worked = False
         try:
             yield row
@@ -124,6 +126,7 @@ class Supervisor(Holdings):
                 raise WorkerDied(f"worker {key} was released")
             calls = self.roster.calls_of(key)
             if self._is_awake(row, calls):
+                calls.note_arrival()
                 calls.begin_use()
                 return row, calls
             await self._wait(row, calls)

@@ -36,6 +36,8 @@ ROUND_TRIP = 0.02
 """Seconds from an answer to the client's next request."""
 _SWITCHES_PER_QUANTUM = 10
 """A quantum is at least ten switches, so that busy workers spend a tenth of it on them."""
+_STEPS_PER_QUANTUM = 1.5
+"""The length of a step varies, so a quantum is longer than the last one."""
 
 
 def take_turns(decision: Decision, group: WorkerGroup) -> None:
@@ -183,6 +185,7 @@ def _ask_to_yield(decision: Decision, group: WorkerGroup) -> None:
                 for at, key in due:
                     if key not in leaving:
                         decision.look_at(at)
+                        decision.look_at(_levels_at(overview, row, overview.rows[key]))
                 return
             leaving |= {found}
             decision.steps.append(AskToYield(found))
@@ -233,19 +236,43 @@ def _goes_before(overview: Overview, waiter: WorkerRow, holder: WorkerRow) -> bo
     return _rank(imagined, waiter) <= _rank(imagined, holder)
 
 
+def _levels_at(overview: Overview, waiter: WorkerRow, holder: WorkerRow) -> float:
+    """Return the time at which a busy holder has used as much as the owner of a waiting worker. It
+    yields then, if it has kept its devices for its quantum."""
+    lead = overview.shares.get(waiter.owner, 0.0) - overview.shares.get(holder.owner, 0.0)
+    if lead <= 0 or waiter.request.priority < holder.request.priority:
+        return math.inf
+    seconds = lead * overview.settings.weights.get(holder.owner, 1.0)
+    return overview.now + max(seconds, ROUND_TRIP)  # the other one may work elsewhere
+
+
 def _yields_at(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow]) -> float:
     """Return the time at which a worker yields to waiting ones, by present knowledge."""
     demand, settings = overview.demand_of(row), overview.settings
     switch = overview.switch_seconds.get(row.group, 0.0)
-    patience = max(ROUND_TRIP, switch)
-    quantum = max(settings.quantum, _SWITCHES_PER_QUANTUM * switch)
+    patience, least = max(ROUND_TRIP, switch), _SWITCHES_PER_QUANTUM * switch
+    step = min(demand.step_seconds, overview.demand_of(waiting[0]).step_seconds)
+    quantum = max(settings.quantum, least, _STEPS_PER_QUANTUM * step)
     at = math.inf if demand.open_step else row.since + quantum
     if not demand.uses:
+        idle_since = max(demand.idle_since, row.since)
         wait = max(settings.quantum, patience) if demand.open_step else patience
-        at = min(at, max(demand.idle_since, row.since) + wait)
+        at = min(at, idle_since + wait)
+        if not demand.open_step and _is_elsewhere(overview, row):
+            at = min(at, max(idle_since, row.since + least))
     overdue = min(_overdue_at(overview, each) for each in waiting)
     at = min(at, max(overdue, row.since + settings.quantum))
     return max(at, demand.stays_until)
+
+
+def _is_elsewhere(overview: Overview, row: WorkerRow) -> bool:
+    """Whether the client of an idle worker calls another worker of its session since."""
+    idle_since, sessions = overview.demand_of(row).idle_since, row.sessions
+    return any(
+        demand.waiting and demand.waiting_since >= idle_since and sessions & other.sessions
+        for other, demand in ((each, overview.demand_of(each)) for each in overview.rows.values())
+        if other.key != row.key
+    )
 
 
 def _sleeps_at(overview: Overview, row: WorkerRow) -> float:

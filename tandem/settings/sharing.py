@@ -60,7 +60,7 @@ class SharingSettings(BaseSettings):
     quantum: float = Field(
         5.0,
         ge=0,
-        description="A busy worker keeps its devices for this time although others wait.",
+        description="A busy worker keeps its devices for this time at least although others wait.",
     )
     max_wait: float = Field(
         120.0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 
 import pytest
 from typer.testing import CliRunner
@@ -12,8 +13,11 @@ from gateway.owners.auth.keys import NewKey
 from tandem.cli.main import app
 from tandem.errors import UnknownGroup
 from tests.support.audit_log import audit_log
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.fake_trainer import FakeTrainer
 from tests.support.gateway.running import forward_backward_bytes, running_gateway
-from tests.support.waiting import wait_until
+from tests.support.gateway.runs import SELDOM, undisturbed
+from tests.support.waiting import until, wait_until
 
 GROUPS = [
     {"name": "gpu", "devices": ["cpu:0"], "roles": ["trainer", "sampler"]},
@@ -177,6 +181,48 @@ def test_a_trainer_that_cannot_be_suspended_is_killed_before_another_has_its_dev
     (killed,) = set(gate.launcher.stopped)
     assert killed.startswith(f"trainer-{ann.session}")
     ann.done(ann.step())  # in a new process
+
+
+def test_a_restored_trainer_gives_way_in_the_middle_of_its_replay(start):
+    """Another run's step comes after the first replayed one."""
+    held, released, applied = threading.Event(), threading.Event(), []
+
+    class Trainer(FakeTrainer):
+        async def OptimStep(self, request, context):
+            if trainers.index(self) == 2 and request.header.seq_id - 1 == 2:
+                held.set()
+                await until(released.is_set)
+            return await super().OptimStep(request, context)
+
+        async def _apply(self, kind, run, request):
+            applied.append((trainers.index(self), request.header.seq_id - 1))
+            await super()._apply(kind, run, request)
+
+    trainers: list[FakeTrainer] = []
+
+    def made(spec):
+        trainers.append(Trainer(spec))
+        return trainers[-1]
+
+    sharing = {"quantum": 0, "max_wait": 600}
+    with start(sharing=sharing, recovery=SELDOM, launcher=FakeLauncher(made)) as gate:
+        ann, ben = Experiment(gate, "ann"), Experiment(gate, "ben")
+        for _ in range(3):
+            ann.done(ann.step())
+        ben.done(ben.step())
+        applied.clear()
+        gate.run(gate.launcher.kill(ann.trainer.spec.worker_id, "it was killed by SIGKILL"))
+        fourth = ann.step()
+        assert held.wait(30)
+        other = ben.step()
+        wait_until(lambda: group(ann)["workers"][0]["state"] == "giving_way")
+        released.set()
+        for experiment, step in ((ben, other), (ann, fourth)):
+            experiment.done(step)
+        before = [(2, 1), (2, 2), (1, 3), (1, 4)]
+        assert applied == [*before, *((2, seq_id) for seq_id in range(3, 9))]
+        assert ann.trainer.history == undisturbed(4)
+        ann.close(), ben.close()
 
 
 def test_a_sample_that_waits_for_devices_says_so(gate, ann, ben):

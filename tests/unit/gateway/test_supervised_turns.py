@@ -69,6 +69,71 @@ async def test_a_busy_worker_gives_way_after_its_quantum_and_at_a_step():
 
 
 @in_virtual_time
+async def test_a_worker_whose_next_calls_are_under_way_already_gives_way_at_its_step():
+    world = SupervisedWorld(settings=SharingSettings(quantum=1, max_wait=60))
+    a, b = world.worker("a", owner="ann"), world.worker("b", owner="bob")
+    one_at_a_time, number = asyncio.Lock(), 0
+
+    async def call(**step):
+        async with world.supervisor.use("a", caller="run", **step), one_at_a_time:
+            await asyncio.sleep(0.25)
+
+    async def train():
+        nonlocal number
+        calls: list[asyncio.Task[None]] = []
+        while True:
+            number += 1
+            calls.append(asyncio.create_task(call(step="begin" if number % 8 else "end")))
+            if len(calls) == 4:
+                await calls.pop(0)
+
+    await a.placed()
+    await b.placed()
+    training = asyncio.create_task(train())
+    await asyncio.sleep(0.1)
+    began = now()
+    await b.compute(0.1)
+    assert now() - began < 3 and a.calls.open_steps == set()
+    training.cancel()
+
+
+@in_virtual_time
+async def test_steps_longer_than_the_quantum_are_cut_only_until_their_length_is_known():
+    world = SupervisedWorld(settings=SharingSettings(quantum=1, max_wait=60))
+    workers = [world.worker("a", owner="ann"), world.worker("b", owner="bob")]
+    sleeps = []
+
+    async def train(worker):
+        for _ in range(6):
+            for _ in range(8):
+                await worker.compute(0.5)
+            await asyncio.sleep(6)  # the client samples
+            sleeps.append(worker.log.count("sleep"))
+
+    await asyncio.gather(*map(train, workers))
+    assert sleeps[0] > 1
+    assert sleeps[-1] - sleeps[-5] <= 4, "each further step of the two takes one turn"
+
+
+@in_virtual_time
+async def test_workers_that_are_never_idle_keep_the_quantum():
+    world = SupervisedWorld(settings=SharingSettings(quantum=1, max_wait=60))
+    workers = [world.worker("a", owner="ann"), world.worker("b", owner="bob")]
+
+    async def train(worker):
+        while True:
+            await worker.compute(0.2)
+            await asyncio.sleep(0.01)
+
+    training = [asyncio.create_task(train(worker)) for worker in workers]
+    await asyncio.sleep(60)
+    assert all(worker.log.count("sleep") > 20 for worker in workers)
+    assert [worker.calls.step_seconds for worker in workers] == [0, 0]
+    for task in training:
+        task.cancel()
+
+
+@in_virtual_time
 async def test_who_has_waited_too_long_is_served_in_the_middle_of_a_step():
     world = SupervisedWorld(settings=SharingSettings(quantum=1, max_wait=10))
     a, b = world.worker("a"), world.worker("b")

@@ -75,6 +75,49 @@ def test_a_busy_worker_yields_after_its_quantum_but_not_within_an_open_step():
     assert decided(*rows, demand=overdue, shares=shares) == [AskToYield("a")]
 
 
+@pytest.mark.parametrize(
+    ("own", "others", "quantum"), [(8, 8, 12), (8, 2, 5), (2, 8, 5), (8, 6, 9)]
+)
+def test_a_quantum_is_longer_than_a_step_if_the_steps_of_both_workers_are(own, others, quantum):
+    shares = {"bob": 90.0}
+    for seconds, yields in [(quantum - 0.1, False), (quantum, True)]:
+        rows = row("a", "awake", since=NOW - seconds, owner="bob"), row("b", "asleep")
+        demand = {"a": Demand(uses=1, step_seconds=own), "b": waits(step_seconds=others)}
+        steps, again_at = schedule(overview(*rows, demand=demand, shares=shares))
+        assert steps == ([AskToYield("a")] if yields else [])
+        assert yields or again_at == pytest.approx(NOW + 0.1)
+
+
+def test_an_idle_worker_yields_at_once_if_its_client_waits_for_another_worker_since():
+    groups = worker_group("g"), worker_group("h")
+    rows = [row("a", "awake", since=NOW - 1), row("b", "asleep", session="other")]
+    rows += [row("e", "asleep", "h", kind="engine"), row("f", "awake", "h", since=NOW - 1)]
+
+    def steps(waited: float, *, switch: float = 0.01, **about):
+        demand = {"a": Demand(idle_since=NOW - 0.005, **about), "b": waits(), "f": Demand(uses=1)}
+        demand["e"] = waits(since=NOW - waited)
+        return decided(*rows, groups=groups, demand=demand, switch_seconds={"g": switch})
+
+    assert steps(0.001)[:1] == [AskToYield("a")]
+    assert steps(0.006) == [], "the call waited before, so the client may be in two places"
+    assert steps(0.001, open_step=True) == []
+    assert steps(0.001, switch=0.2) == [], "a turn is long beside its switches"
+    rows[2] = row("e", "asleep", "h", kind="engine", session="other")
+    assert steps(0.001) == [], "another session's call says nothing"
+
+
+def test_a_busy_worker_is_looked_at_again_when_it_has_used_as_much_as_a_waiting_one():
+    rows = row("a", "awake", owner="bob"), row("b", "asleep")
+    demand = {"a": Demand(uses=1), "b": waits()}
+    shares = {"bob": 10.0, "ann": 14.0}
+    steps, again_at = schedule(overview(*rows, demand=demand, shares=shares))
+    assert (steps, again_at) == ([], NOW + 4)
+    settings = SharingSettings(quantum=5, max_wait=60, weights={"bob": 2.0})
+    assert schedule(overview(*rows, demand=demand, shares=shares, settings=settings))[1] == NOW + 8
+    urgent = row("a", "awake", owner="bob", priority=1), rows[1]
+    assert schedule(overview(*urgent, demand=demand, shares=shares))[1] == NOW + 50
+
+
 def test_a_yielding_worker_sleeps_after_its_last_call_and_keeps_its_devices_until_then():
     rows = row("a", "awake"), row("b", "asleep")
     working = {"a": Demand(uses=1, yielding=True), "b": waits()}
