@@ -109,7 +109,8 @@ class Offload:
             self._copy_out(moved, memory)
         _empty(moved.storages)
         self._moved = moved
-        gc.collect()  # reference cycles may hold tensors
+        if moved.storages:
+            gc.collect()  # reference cycles may hold tensors
         memory.give_back()
         return self.switch_reply(bytes_moved=moved.bytes)
 
