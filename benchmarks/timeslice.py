@@ -2,8 +2,10 @@
 
 Each experiment spends about equal time sampling and training, on one core each. In each round, the
 experiments do a number of steps one after the other, and then as many at once. Reported are the
-makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bound
-set by the busier group, the times of switches, and the fairness among owners."""
+makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bounds
+set by the busier group and by all processes on all cores, the times of switches, and the device
+seconds of the owner with most of them over those of the owner with fewest. These are reported for
+the experiments in a row, too, because equal work differs by then already."""
 
 from __future__ import annotations
 
@@ -94,12 +96,16 @@ def _calibrate(experiment: Experiment) -> None:
 
 
 def _busy(stack: Stack) -> dict[str, float]:
+    """Return the processor seconds of all trainers, all samplers, and all processes."""
     with stack.client() as client:
         workers = client.get("status").json()["workers"]
-    found = {"trainer": 0.0, "sampler": 0.0}
-    for worker in workers:
-        times = psutil.Process(worker["pid"]).cpu_times()
-        found[worker["kind"]] += times.user + times.system
+    kinds = {worker["pid"]: worker["kind"] for worker in workers}
+    found = {"trainer": 0.0, "sampler": 0.0, "all": 0.0}
+    this = psutil.Process()
+    for process in (this, *this.children(recursive=True)):
+        times = process.cpu_times()
+        for kind in {kinds.get(process.pid, "all"), "all"}:
+            found[kind] += times.user + times.system
     return found
 
 
@@ -108,8 +114,10 @@ def _timed(stack: Stack, work: Callable[[], None]) -> dict[str, float]:
     work()
     seconds = time.perf_counter() - began
     after = _busy(stack)
-    duty = {kind: round((after[kind] - before[kind]) / seconds, 3) for kind in after}
-    return {"seconds": seconds, **duty, "busiest": max(after[k] - before[k] for k in after)}
+    used = {kind: after[kind] - before[kind] for kind in after}
+    both = {kind: used[kind] for kind in ("trainer", "sampler")}
+    duty = {kind: round(value / seconds, 3) for kind, value in both.items()}
+    return {"seconds": seconds, **duty, "busiest": max(both.values()), "all": used["all"]}
 
 
 def in_a_row(experiments: Sequence[Experiment], steps: int) -> None:
@@ -169,24 +177,31 @@ def measure(
 ) -> dict[str, object]:
     rows, alone, together = [], [], []
     told: list[dict[str, object]] = []
+    told_alone: list[dict[str, object]] = []
     for _ in range(rounds):
+        groups = [list_groups(stack)]
         alone.append(_timed(stack, lambda: in_a_row(experiments, steps)))
-        before = list_groups(stack)
+        groups.append(list_groups(stack))
         together.append(_timed(stack, lambda: at_once(experiments, steps)))
-        told.append(switches(before, list_groups(stack)))
+        groups.append(list_groups(stack))
+        told_alone.append(switches(*groups[:2]))
+        told.append(switches(*groups[1:]))
         rows.append(together[-1]["seconds"] / alone[-1]["seconds"])
-    bound = [
-        there["busiest"] / here["seconds"] for here, there in zip(alone, together, strict=True)
-    ]
+    cores = len(os.sched_getaffinity(0))
+    pairs = list(zip(alone, together, strict=True))
+    bound = [there["busiest"] / here["seconds"] for here, there in pairs]
+    by_all = [there["all"] / cores / here["seconds"] for here, there in pairs]
     return {
         "experiments": len(experiments),
         "steps": steps,
         "makespan_over_serial": round(statistics.median(rows), 3),
         "each_round": [round(row, 3) for row in rows],
         "bound_by_busiest": round(statistics.median(bound), 3),
+        "bound_by_all_cores": round(statistics.median(by_all), 3),
         "serial": alone,
         "together": together,
         "leases": told,
+        "leases_alone": told_alone,
     }
 
 
