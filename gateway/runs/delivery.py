@@ -30,6 +30,7 @@ from tandem.v1 import common_pb2, trainer_pb2
 
 _DELIVERIES = 3
 """Most sendings to a live trainer over breaking connections."""
+_BREAKS = "the connection to the trainer broke again and again"
 _PROGRESS_INTERVAL = 2.0
 _SIGNALS: dict[Kind, Signal] = {
     "save_weights": "publish",
@@ -93,7 +94,11 @@ class CallDelivery:
         age = time.monotonic() - operation.future.accepted_at
         signal = _SIGNALS.get(operation.kind, "compute")
         self._run.timeline.add(signal, seconds=min(reply.seconds, age))
-        self._note_answered(call, request, reply)
+        if isinstance(reply, trainer_pb2.PublishReply) and _is_early(reply, request):
+            if self._run.log is not None and (sent := self._run.log.held(operation.seq_id)):
+                sent.is_early = True
+        else:
+            self._note_answered(call, request, reply)
         self._tools.usage.record_reply(
             operation.usage_kind, self._subject, reply, ranks=self._run.about.ranks
         )
@@ -101,6 +106,34 @@ class CallDelivery:
             call.failed = True
             raise from_failure(reply.failure)
         return reply
+
+    async def until_durable(
+        self, call: Call, request: trainer_pb2.PublishRequest, reply: trainer_pb2.PublishReply
+    ) -> None:
+        """Wait until the version of an early publish survives a power failure.
+
+        A trainer that dies meanwhile is replaced, and the replacement publishes again, unless it
+        finds the files. Raises the trainer's failure, `OperationTimedOut` or `RunBroken`."""
+        broken, was_early = 0, _is_early(reply, request)
+        while _is_early(reply, request):
+            client = await self._trainer.client()
+            gone = self._trainer.gone
+            try:
+                reply = await client.await_published(request)
+            except OperationTimedOut:  # a disk stands still
+                raise
+            except (WorkerUnavailable, TandemError) as error:
+                self._log.warning("connection_broke", attempt=broken, reason=describe(error))
+                await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
+                broken += 1
+                if not gone.done() and broken >= _DELIVERIES:
+                    self._trainer.lose(client, InternalError(_BREAKS))
+                if gone.done():
+                    reply = await self._answer(call, lambda one: one.stub.Publish, request)
+        if was_early:
+            self._note_answered(call, request, reply)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
 
     async def _answer(self, call: Call, pick: Pick[Request, Reply], request: Request) -> Reply:
         while True:
@@ -131,8 +164,7 @@ class CallDelivery:
                 await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
                 broken += 1
                 if not gone.done() and broken >= _DELIVERIES:
-                    why = "the connection to the trainer broke again and again"
-                    self._trainer.lose(client, InternalError(why))
+                    self._trainer.lose(client, InternalError(_BREAKS))
             except OperationTimedOut as error:
                 if not self._is_silent:
                     if not self._run.host.was_at(self._run.id):  # it worked on another run's call
@@ -258,3 +290,9 @@ class CallDelivery:
                     tokens=reply.tokens,
                     compiling=reply.compiling,
                 )
+
+
+def _is_early(reply: trainer_pb2.PublishReply, request: TrainerRequest) -> bool:
+    """Return whether the version is there, but may not survive a power failure."""
+    early = isinstance(request, trainer_pb2.PublishRequest) and request.early
+    return early and not reply.durable and not reply.HasField("failure")

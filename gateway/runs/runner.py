@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from gateway.checkpoints.catalog import Checkpoint
@@ -53,6 +55,17 @@ from tandem.errors import (
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import new_version_name
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A version that the trainer has written in `seconds`. `until_durable` waits until it survives
+    a power failure. None: an earlier gateway has recorded it."""
+
+    version: WeightVersion
+    until_durable: Callable[[], Awaitable[None]] | None = None
+    handoff: common_pb2.Handoff | None = None
+    seconds: float = 0.0
 
 
 class OperationRunner:
@@ -213,7 +226,7 @@ class OperationRunner:
             return json_result(type="save_weights_for_sampler", path=str(done.path))
         path = await self._free_path(call, what="publish the weights")
         with self._writing(name := call.operation.version):
-            version, _ = await self._publish(call, name, sampled=True)
+            version = await self._publish(call, name, sampled=True)
             await self._put_checkpoint(path, body, version=version)
         return json_result(type="save_weights_for_sampler", path=str(path))
 
@@ -226,7 +239,10 @@ class OperationRunner:
         sampler = sampler_of(run, self._tools)
         sampler.start()
         with self._writing(name := call.operation.version):
-            version, handoff = await self._publish(call, name, sampled=True, to=sampler)
+            written = await self._write(call, name, to=sampler)
+            version, handoff = written.version, written.handoff
+            # The files are synced while the engine loads them.
+            published = asyncio.create_task(self._complete(call, written, sampled=True))
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
@@ -237,10 +253,12 @@ class OperationRunner:
                     await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
             except asyncio.CancelledError:
                 handoff = None  # the engine may still read, so the trainer frees it later
+                published.cancel()
                 raise
             finally:
                 if handoff is not None:
                     await self._release_handoff(name)
+                await published
             assert body.sampling_session_seq_id is not None
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
@@ -263,7 +281,7 @@ class OperationRunner:
         try:
             with ExitStack() as pinned:
                 pinned.enter_context(self._writing(name := call.operation.version))
-                version, _ = await self._publish(call, name, becomes_parent=not recipients)
+                version = await self._publish(call, name, becomes_parent=not recipients)
                 if recipients:
                     call.waiting_for = "the files are being encrypted"
                     name = new_version_name(run_id=run.id, number=call.operation.seq_id)
@@ -286,26 +304,29 @@ class OperationRunner:
         return self._checkpoints.writing(relative_version_folder(version), run_id=self._run.id)
 
     async def _publish(
-        self,
-        call: Call,
-        name: str,
-        *,
-        sampled: bool = False,
-        becomes_parent: bool = True,
-        to: Sampler | None = None,
-    ) -> tuple[WeightVersion, common_pb2.Handoff | None]:
-        """Publish and return a weight version, which may be `sampled`. If the trainer can hand the
-        weights over `to` a sampler, also return the handoff, valid until `_release_handoff`."""
+        self, call: Call, name: str, *, sampled: bool = False, becomes_parent: bool = True
+    ) -> WeightVersion:
+        """Publish and return a weight version, which may be `sampled`."""
+        written = await self._write(call, name)
+        await self._complete(call, written, sampled=sampled, becomes_parent=becomes_parent)
+        return written.version
+
+    async def _write(self, call: Call, name: str, *, to: Sampler | None = None) -> _Written:
+        """Let the trainer write a version. `_complete` must follow.
+
+        A version `to` a sampler may not be durable yet. If the trainer can hand the weights over,
+        the handoff is valid until `_release_handoff`."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
-                return published, None
+                return _Written(published)
             if call.released:  # it came after a gap that was given up
                 raise SequenceGap(f"operation {call.operation.seq_id} was not carried out")
         request = trainer_pb2.PublishRequest(
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
             handoff=to is not None and self._hands_over(to),
+            early=to is not None,
         )
         reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
         version = WeightVersion(
@@ -318,6 +339,21 @@ class OperationRunner:
             parent=run.parent,
             bytes=reply.bytes,
         )
+        return _Written(
+            version,
+            partial(self._delivery.until_durable, call, request, reply),
+            reply.handoff if reply.HasField("handoff") else None,
+            reply.seconds,
+        )
+
+    async def _complete(
+        self, call: Call, written: _Written, *, sampled: bool, becomes_parent: bool = True
+    ) -> None:
+        """Wait until a version is durable, and record it. Later operations end after that."""
+        run, version, name = self._run, written.version, written.version.name
+        if written.until_durable is None:
+            return
+        await written.until_durable()
         facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
         await self._versions.add_version(version, facts=facts)
@@ -330,12 +366,11 @@ class OperationRunner:
         if sampled:
             run.newest = name
         run.published = version
-        self._tools.metrics.published_bytes.inc(reply.bytes)
+        self._tools.metrics.published_bytes.inc(version.bytes)
         self._log.info(
-            "published", version=name, bytes=reply.bytes, seconds=round(reply.seconds, 4)
+            "published", version=name, bytes=version.bytes, seconds=round(written.seconds, 4)
         )
         call.release()
-        return version, reply.handoff if reply.HasField("handoff") else None
 
     def _hands_over(self, sampler: Sampler) -> bool:
         run, wanted = self._run, self._tools.settings.weights_handoff

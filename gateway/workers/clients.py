@@ -205,6 +205,13 @@ class TrainerClient:
         request = trainer_pb2.ReleaseRequest(run_id=self._run_id, name=name)
         await call_worker(self.worker, self.stub.Release, request, timeout=_RELEASE_TIMEOUT)
 
+    async def await_published(
+        self, request: trainer_pb2.PublishRequest
+    ) -> trainer_pb2.PublishReply:
+        return await call_worker(
+            self.worker, self.stub.AwaitPublished, request, timeout=self._timeout
+        )
+
     async def await_snapshot(
         self, request: trainer_pb2.AwaitSnapshotRequest
     ) -> trainer_pb2.AwaitSnapshotReply:

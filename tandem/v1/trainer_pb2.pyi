@@ -542,10 +542,13 @@ class PublishRequest(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     PARENT_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
+    EARLY_FIELD_NUMBER: builtins.int
     parent: builtins.str
     """The version published before, if any."""
     handoff: builtins.bool
     """Also keep the weights in memory, for a sampler on the same device."""
+    early: builtins.bool
+    """Answer once others can read the version, before it survives a power failure."""
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -559,9 +562,10 @@ class PublishRequest(google.protobuf.message.Message):
         version: tandem.v1.common_pb2.WeightVersion | None = ...,
         parent: builtins.str = ...,
         handoff: builtins.bool = ...,
+        early: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handoff", b"handoff", "header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["early", b"early", "handoff", b"handoff", "header", b"header", "parent", b"parent", "version", b"version"]) -> None: ...
 
 Global___PublishRequest: typing_extensions.TypeAlias = PublishRequest
 
@@ -574,9 +578,12 @@ class PublishReply(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
     HANDOFF_FIELD_NUMBER: builtins.int
+    DURABLE_FIELD_NUMBER: builtins.int
     bytes: builtins.int
     """The bytes of all files."""
     seconds: builtins.float
+    durable: builtins.bool
+    """The version survives a power failure. Otherwise AwaitPublished tells when."""
     @property
     def failure(self) -> tandem.v1.common_pb2.Failure: ...
     @property
@@ -593,9 +600,10 @@ class PublishReply(google.protobuf.message.Message):
         bytes: builtins.int = ...,
         seconds: builtins.float = ...,
         handoff: tandem.v1.common_pb2.Handoff | None = ...,
+        durable: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["failure", b"failure", "handoff", b"handoff", "version", b"version"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "failure", b"failure", "handoff", b"handoff", "seconds", b"seconds", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "durable", b"durable", "failure", b"failure", "handoff", b"handoff", "seconds", b"seconds", "version", b"version"]) -> None: ...
 
 Global___PublishReply: typing_extensions.TypeAlias = PublishReply
 

@@ -76,6 +76,11 @@ class TrainerStub(object):
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
                 _registered_method=True)
+        self.AwaitPublished = channel.unary_unary(
+                '/tandem.v1.Trainer/AwaitPublished',
+                request_serializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
+                _registered_method=True)
         self.Release = channel.unary_unary(
                 '/tandem.v1.Trainer/Release',
                 request_serializer=tandem_dot_v1_dot_trainer__pb2.ReleaseRequest.SerializeToString,
@@ -178,6 +183,13 @@ class TrainerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AwaitPublished(self, request, context):
+        """Answers an early Publish once its files are durable. A failure: the version does not exist.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Release(self, request, context):
         """Frees a version's copy for a sampler. Answers at once.
         """
@@ -271,6 +283,11 @@ def add_TrainerServicer_to_server(servicer, server):
             ),
             'Publish': grpc.unary_unary_rpc_method_handler(
                     servicer.Publish,
+                    request_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.SerializeToString,
+            ),
+            'AwaitPublished': grpc.unary_unary_rpc_method_handler(
+                    servicer.AwaitPublished,
                     request_deserializer=tandem_dot_v1_dot_trainer__pb2.PublishRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_trainer__pb2.PublishReply.SerializeToString,
             ),
@@ -508,6 +525,33 @@ class Trainer(object):
             request,
             target,
             '/tandem.v1.Trainer/Publish',
+            tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
+            tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AwaitPublished(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Trainer/AwaitPublished',
             tandem_dot_v1_dot_trainer__pb2.PublishRequest.SerializeToString,
             tandem_dot_v1_dot_trainer__pb2.PublishReply.FromString,
             options,

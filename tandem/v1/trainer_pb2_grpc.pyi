@@ -140,6 +140,22 @@ _TrainerPublishType = typing_extensions.TypeVar(
     ],
 )
 
+_TrainerAwaitPublishedType = typing_extensions.TypeVar(
+    '_TrainerAwaitPublishedType',
+    grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.PublishRequest,
+        tandem.v1.trainer_pb2.PublishReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.PublishRequest,
+        tandem.v1.trainer_pb2.PublishReply,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.PublishRequest,
+        tandem.v1.trainer_pb2.PublishReply,
+    ],
+)
+
 _TrainerReleaseType = typing_extensions.TypeVar(
     '_TrainerReleaseType',
     grpc.UnaryUnaryMultiCallable[
@@ -268,7 +284,7 @@ _TrainerWakeType = typing_extensions.TypeVar(
     ],
 )
 
-class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerReleaseType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
+class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _TrainerDescribeType, _TrainerProgressType, _TrainerForwardBackwardType, _TrainerOptimStepType, _TrainerPublishType, _TrainerAwaitPublishedType, _TrainerReleaseType, _TrainerSaveCheckpointType, _TrainerLoadCheckpointType, _TrainerAwaitSnapshotType, _TrainerTakeSnapshotType, _TrainerRestoreType, _TrainerSleepType, _TrainerWakeType]):
     """A call ends with RESOURCE_EXHAUSTED if a rank runs out of memory within a forward_backward and
     cannot undo it. Then the trainer ends. The trailing metadata "tandem-out-of-memory-at" has the
     tokens of the micro-batch, for the next trainer (`ForwardBackwardRequest.out_of_memory_at`).
@@ -302,6 +318,10 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.OptimStepRequest,
             tandem.v1.trainer_pb2.OptimStepReply,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.PublishRequest,
+            tandem.v1.trainer_pb2.PublishReply,
         ],
         grpc.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.PublishRequest,
@@ -372,6 +392,10 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
             tandem.v1.trainer_pb2.PublishReply,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            tandem.v1.trainer_pb2.PublishRequest,
+            tandem.v1.trainer_pb2.PublishReply,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             tandem.v1.trainer_pb2.ReleaseRequest,
             tandem.v1.trainer_pb2.ReleaseReply,
         ],
@@ -430,6 +454,9 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
     Publish: _TrainerPublishType
     """Writes the current weights as a new weight version."""
 
+    AwaitPublished: _TrainerAwaitPublishedType
+    """Answers an early Publish once its files are durable. A failure: the version does not exist."""
+
     Release: _TrainerReleaseType
     """Frees a version's copy for a sampler. Answers at once."""
 
@@ -483,6 +510,10 @@ TrainerAsyncStub: typing_extensions.TypeAlias = TrainerStub[
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.OptimStepRequest,
         tandem.v1.trainer_pb2.OptimStepReply,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        tandem.v1.trainer_pb2.PublishRequest,
+        tandem.v1.trainer_pb2.PublishReply,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         tandem.v1.trainer_pb2.PublishRequest,
@@ -590,6 +621,14 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.PublishReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.PublishReply]]:
         """Writes the current weights as a new weight version."""
+
+    @abc.abstractmethod
+    def AwaitPublished(
+        self,
+        request: tandem.v1.trainer_pb2.PublishRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[tandem.v1.trainer_pb2.PublishReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.PublishReply]]:
+        """Answers an early Publish once its files are durable. A failure: the version does not exist."""
 
     @abc.abstractmethod
     def Release(

@@ -161,10 +161,33 @@ class PartialVersion:
 
         Writers have synced their files, except those in `unsynced`. After an `OSError`, the version
         does not have its name."""
+        file = self._write_manifest(manifest)
+        give_name(self.path, self.final, unsynced=[*unsynced, file])
+
+    def commit_early(self, manifest: Manifest) -> None:
+        """Write the manifest and give the version its name, without a sync.
+
+        A power failure may then leave damaged files under the name, until `make_durable`."""
+        self._write_manifest(manifest)
+        self.path.rename(self.final)
+
+    def make_durable(self, syncs: Iterable[Callable[[], None]]) -> None:
+        """Complete `commit_early` by the `syncs` of the files, and those of manifest and names.
+
+        After an `OSError`, the version is gone."""
+        try:
+            names = [self.final / MANIFEST_NAME, self.final]
+            sync_at_once([*syncs, *(partial(fsync_path, each) for each in names)])
+            sync_name(self.final)
+        except OSError:
+            shutil.rmtree(self.final, ignore_errors=True)
+            raise
+
+    def _write_manifest(self, manifest: Manifest) -> Path:
         file = self.path / MANIFEST_NAME
         with file.open("xb") as stream:
             stream.write(manifest.model_dump_json(indent=1).encode())
-        give_name(self.path, self.final, unsynced=[*unsynced, file])
+        return file
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

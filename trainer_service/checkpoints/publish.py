@@ -19,15 +19,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tandem.errors import LoadFailed, PublishFailed, ServerError
-from tandem.v1 import trainer_pb2
+from tandem.errors import ServerError
 from tandem.weights import (
     Canary,
     FileEntry,
     Manifest,
     PartialVersion,
     checksum_file,
-    open_version,
 )
 from tandem.weights.adapter_files import WEIGHTS_NAME, AdapterConfig
 from tandem.weights.card import CARD_NAME, adapter_card
@@ -37,8 +35,8 @@ from tandem.weights.layout import (
     write_index,
 )
 from tandem.weights.model_files import ties_head
-from tandem.weights.model_store import read_record
-from tandem.weights.store import fsync_path, in_threads, sync_at_once, sync_name
+from tandem.weights.model_store import read_record as read_model_record
+from tandem.weights.store import fsync_path, in_threads, sync_at_once
 from tandem.weights.sums import TensorSums
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export, TrainerBackend
@@ -51,9 +49,13 @@ from trainer_service.checkpoints.storage import (
     HashedFile,
     agree,
     begin,
-    check_free_space,
     end_together,
     storage_error,
+)
+from trainer_service.checkpoints.version_requests import (
+    Published,
+    VersionRequest,
+    bytes_needed,
 )
 from trainer_service.compute.trainer import RankTrainer
 
@@ -66,105 +68,47 @@ LEAST_BYTES = 64 * 2**20
 """Of a file for a writer of its own."""
 
 
-@dataclass(frozen=True)
-class VersionRequest:
-    """A version to publish: `name`, final `path`, `parent` version, `step`, the operation's id."""
-
-    name: str
-    path: Path
-    run_id: str
-    parent: str
-    step: int
-    operation: str = ""
-
-    @classmethod
-    def from_message(cls, request: trainer_pb2.PublishRequest, *, step: int) -> VersionRequest:
-        return cls(
-            name=request.version.name,
-            path=Path(request.version.path),
-            run_id=request.version.run_id or request.header.run_id,
-            parent=request.parent,
-            step=step,
-            operation=request.header.operation_id,
-        )
-
-
-def bytes_needed(backend: TrainerBackend) -> int:
-    if backend.training.lora:
-        return backend.facts.trainable_parameters * 4 + 2**20
-    return sum(export.bytes for export in backend.exports()) + 2**20
-
-
-def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:
-    """Check the free space and make the partial directory, on rank 0, before the announcement.
-
-    Raises `StorageFull` or `PublishFailed`."""
-    if backend.training.lora is None:
-        for export in backend.exports():
-            if str(export.dtype) not in STORED_TYPES:
-                raise PublishFailed(
-                    f"{request.name} cannot be written: {export.name} is {export.dtype}, and a "
-                    f"version has tensors of {', '.join(STORED_TYPES.values())} alone"
-                )
-    partial = PartialVersion(request.path)
-    needed = bytes_needed(backend)
-    try:
-        check_free_space(request.path, what=request.name, needed=needed)
-        if request.path.exists():
-            raise PublishFailed(f"{request.name} exists already, and a version is never rewritten")
-        partial.discard()  # left by a trainer that died while writing it
-        partial.create()
-    except OSError as error:
-        raise storage_error(error, what=request.name, needed=needed) from error
-    return partial
-
-
-def published_by(request: VersionRequest) -> Manifest | None:
-    """Return the version that this operation published before its trainer died, if any.
-
-    Raises `StorageFull` or `PublishFailed`."""
-    try:
-        manifest = open_version(request.path, checksums=False)  # other ranks wait meanwhile
-    except LoadFailed:
-        return None
-    if not request.operation or manifest.operation != request.operation:
-        return None
-    try:
-        sync_name(request.path)
-    except OSError as error:
-        raise storage_error(error, what=request.name, needed=0) from error
-    return manifest
-
-
 def publish(
-    request: VersionRequest, trainer: RankTrainer, copy: KeptCopy | None = None
-) -> Manifest | None:
-    """Write this rank's files. A single rank may also keep a `copy` of the whole model.
+    request: VersionRequest,
+    trainer: RankTrainer,
+    copy: KeptCopy | None = None,
+    *,
+    early: bool = False,
+) -> Published | None:
+    """Write this rank's files. A single rank may also keep a `copy` of the whole model, and may
+    return `early`, before the syncs.
 
-    Rank 0 commits and returns the manifest. After `StorageFull` or `PublishFailed` nothing is left.
+    Rank 0 commits and returns the version. After `StorageFull` or `PublishFailed` nothing is left.
     """
     backend, control = trainer.backend, trainer.control
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
     exported = _export(request, partial, trainer, copy)
-    durable = begin(lambda: _make_durable(partial, exported, trainer))
+    written = begin(lambda: _write_files(partial, exported, trainer, synced=not early))
     # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
     # next publish discards the partial version.
     canary = compute_canary(backend)
     try:
         entries = agree(
             control,
-            lambda: end_together(control.group, durable, progress=exported.progress),
+            lambda: end_together(control.group, written, progress=exported.progress),
             what=request.name,
             needed=needed,
         )
         if control.rank:
             return None
-        return _commit(request, partial, entries, canary=canary, trainer=trainer)
+        manifest, index = _manifest(request, partial, entries, canary=canary, trainer=trainer)
+        if not early:
+            partial.commit(manifest, unsynced=index)
+            return Published(manifest)
+        partial.commit_early(manifest)
+        return Published(manifest, lambda: _make_durable(partial, exported, manifest))
     except ServerError:
+        exported.opened.close()
         partial.discard()
         raise
     except OSError as error:
+        exported.opened.close()
         partial.discard()
         raise storage_error(error, what=request.name, needed=needed) from error
 
@@ -232,36 +176,59 @@ def _export(
     return exported
 
 
-def _make_durable(
-    partial: PartialVersion, exported: _Exported, trainer: RankTrainer
+def _write_files(
+    partial: PartialVersion, exported: _Exported, trainer: RankTrainer, *, synced: bool
 ) -> list[dict[str, str | int]]:
-    """Write and sync this rank's files. Return their manifest entries. Raises `OSError`."""
+    """Write this rank's files. Return their manifest entries. Raises `OSError`.
 
-    def synced(sync: Callable[[], None]) -> None:
+    They are `synced` and closed, or stay open for `_make_durable`."""
+
+    def count(sync: Callable[[], None]) -> None:
         sync()
         exported.progress.bytes += 1
 
-    with exported.opened:
+    with ExitStack() as at_end:
+        at_end.push(exported.opened)
         if exported.failed is not None:
             raise exported.failed
         if exported.unwritten:
             in_threads(exported.write_file, exported.files, threads=_MOST_WRITERS)
         others = [] if trainer.control.rank else _write_small_files(partial, trainer)
-        syncs = [file.sync for file, _ in exported.files] + [
-            with_arguments(fsync_path, each) for each in others
-        ]
-        sync_at_once(with_arguments(synced, sync) for sync in syncs)
+        if synced:
+            syncs = [file.sync for file, _ in exported.files] + [
+                with_arguments(fsync_path, each) for each in others
+            ]
+            sync_at_once(with_arguments(count, sync) for sync in syncs)
+        else:
+            for file, _ in exported.files:
+                file.show()
+            at_end.pop_all()
     sums = exported.sums.by_tensor()
     return [_report(file, exports, sums) for file, exports in exported.files] + [
         {**checksum_file(path).model_dump(), "tensors": "{}", "tensor_bytes": 0} for path in others
     ]
 
 
+def _make_durable(partial: PartialVersion, exported: _Exported, manifest: Manifest) -> None:
+    """Sync the version of an early publish. Raises `OSError`; the version is gone then."""
+    opened = {file.name: file for file, _ in exported.files}
+
+    def sync(name: str) -> None:
+        if name in opened:
+            opened[name].sync()
+            opened[name].close()
+        else:
+            fsync_path(partial.final / name)
+
+    with exported.opened:
+        partial.make_durable(with_arguments(sync, each.name) for each in manifest.files)
+
+
 def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:
     backend, base = trainer.backend, trainer.base
     if not (lora := backend.training.lora):
         return copy_small_files(base.path, partial.path, dtype=backend.dtype)
-    record, targets = read_record(base.path), backend.adapter_targets()
+    record, targets = read_model_record(base.path), backend.adapter_targets()
     config = AdapterConfig(
         base_model=record.repository if record else base.name,
         revision=record.commit if record else None,
@@ -383,14 +350,15 @@ def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> It
         yield early.pop(awaited)
 
 
-def _commit(
+def _manifest(
     request: VersionRequest,
     partial: PartialVersion,
     written: list[dict[str, str | int]],
     *,
     canary: Canary,
     trainer: RankTrainer,
-) -> Manifest:
+) -> tuple[Manifest, list[Path]]:
+    """Return the manifest, and the index of several files, which is not synced yet."""
     entries = [FileEntry.model_validate(item) for item in written]
     weight_map, sums = {}, {}
     for item in written:
@@ -419,8 +387,7 @@ def _commit(
         files=entries,
         canary=canary,
     )
-    partial.commit(manifest, unsynced=unsynced)
-    return manifest
+    return manifest, unsynced
 
 
 def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:

@@ -131,6 +131,13 @@ class HashedFile:
     def flush(self) -> None:
         self._file.flush()
 
+    def show(self) -> None:
+        """Let all hosts read what was written, before it is durable. The file stays open.
+
+        An NFS client sends its pages to the server when any descriptor of a file is closed."""
+        self._file.flush()
+        os.close(os.dup(self._file.fileno()))
+
     def fileno(self) -> int:
         return self._file.fileno()
 

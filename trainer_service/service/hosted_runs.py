@@ -56,7 +56,7 @@ class HostedRuns:
 
     def release_copies(self) -> None:
         for run in self._runs.values():
-            run.release()
+            run.publisher.release()
 
     def describe_run(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         about = self._runs[run_id].describe()

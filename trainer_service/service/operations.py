@@ -4,11 +4,11 @@ Rank 0 checks an operation before it announces it, so a refused one changes noth
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -32,19 +32,15 @@ from trainer_service.batches.loss_inputs import Float32Array
 from trainer_service.batches.staleness import FreshBatch, without_stale
 from trainer_service.batches.validation import Batch, BatchLimits, is_forward, parse, validate
 from trainer_service.checkpoints import training_state
-from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
-from trainer_service.checkpoints.publish import (
-    VersionRequest,
-    prepare_publish,
-    publish,
-    published_by,
-)
+from trainer_service.checkpoints.publish import publish
 from trainer_service.checkpoints.snapshots import Snapshots, snapshot_thread
+from trainer_service.checkpoints.version_requests import VersionRequest
 from trainer_service.compute.control_group import Op
 from trainer_service.compute.device_memory import device_peaks
 from trainer_service.compute.trainer import BatchResult, RankTrainer
 from trainer_service.losses.numbers import step_numbers
 from trainer_service.optimizers import step_settings
+from trainer_service.service.publisher import Publisher
 from trainer_service.service.switching import Switching
 
 
@@ -95,8 +91,8 @@ class Operations:
     """A run's operations on rank 0, in the engine thread.
 
     `_held` describes the batches with held gradients, if any. `_refused` is the reason if these are
-    incomplete: a step then drops them, and a load clears both. `_published` is the newest weight
-    version. `_changed` is the newest step or load."""
+    incomplete: a step then drops them, and a load clears both. `_changed` is the newest step or
+    load."""
 
     def __init__(
         self,
@@ -111,12 +107,8 @@ class Operations:
         self.progress = trainer.progress
         self._held: HeldBatches | None = None
         self._refused = ""
-        self._published = ""
+        self.publisher = Publisher(trainer)
         self._changed = common_pb2.OperationHeader()
-        self._copies: dict[str, KeptCopy] = {}
-        """Copies for a sampler: of the newest version until its release, and of older versions
-        never released."""
-        self._releasing = threading.Lock()
 
     def note_refused(self, reason: str) -> None:
         """Note why a forward_backward was refused elsewhere, unless `reason` is empty."""
@@ -259,58 +251,13 @@ class Operations:
             batch_metrics=held.as_metrics(),
             batch_tokens=held.tokens,
             batch_seconds=held.seconds,
-            weight_version=self._published,
+            weight_version=self.publisher.newest,
         )
 
     def publish(self, request: trainer_pb2.PublishRequest) -> trainer_pb2.PublishReply:
-        trainer, began = self.trainer, time.perf_counter()
-        version = VersionRequest.from_message(request, step=trainer.step)
-        copy: KeptCopy | None = None
-        self.release()
-        try:
-            manifest = published_by(version)
-            if manifest is None:
-                prepare_publish(version, trainer.backend)
-                whole = trainer.backend.training.lora is None
-                if request.handoff and whole and trainer.control.size == 1:
-                    held = sum(each.bytes for each in list(self._copies.values()))
-                    copy = keep_copy(version.name, trainer.backend, held=held)
-                self._announce(Op.PUBLISH, request)
-                manifest = publish(version, trainer, copy)
-        except TandemError as error:
-            if copy is not None:
-                copy.close()
-            return trainer_pb2.PublishReply(failure=error.to_failure())
-        assert manifest is not None
-        self._published = manifest.version
-        return trainer_pb2.PublishReply(
-            version=common_pb2.WeightVersion(
-                name=manifest.version,
-                path=request.version.path,
-                run_id=manifest.run_id,
-                step=manifest.step,
-                adapter=manifest.adapter,
-            ),
-            bytes=manifest.bytes,
-            seconds=time.perf_counter() - began,
-            handoff=None if copy is None else self._offer(copy),
+        return self.publisher.publish(
+            request, announce=partial(self._announce, Op.PUBLISH, request)
         )
-
-    def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
-        self._copies[copy.name] = copy
-        offered = copy.offer(on_deadline=lambda: self.release(copy.name))
-        if offered is None:
-            self.release(copy.name)
-        return offered
-
-    def release(self, name: str = "") -> None:
-        """Free the copy of a version after its reader has loaded it, from any thread.
-
-        Without a name, free the copies that their readers keep alive by themselves."""
-        with self._releasing:
-            for copy in list(self._copies.values()):
-                if copy.name == name or (not name and copy.outlives_close):
-                    self._copies.pop(copy.name).close()
 
     def save_checkpoint(
         self, request: trainer_pb2.SaveCheckpointRequest
@@ -367,7 +314,7 @@ class Operations:
             self._changed = common_pb2.OperationHeader(run_id=record.run_id, seq_id=request.seq_id)
             plan = record.micro_batch_tokens or trainer.micro_batch_tokens
             trainer.micro_batch_tokens = min(plan, trainer.micro_batch_tokens)
-        self._published = request.weight_version
+        self.publisher.newest = request.weight_version
         return trainer_pb2.RestoreReply(step=trainer.step, seconds=time.perf_counter() - began)
 
     def _load(self, path: Path, *, optimizer: bool) -> CheckpointRecord:

@@ -155,13 +155,22 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
             lambda operations: operations.publish(request),
         )
 
+    async def AwaitPublished(
+        self, request: trainer_pb2.PublishRequest, context: Context
+    ) -> trainer_pb2.PublishReply:
+        # Not in the engine thread, which may be busy with later operations.
+        await self._sequence(request.header.run_id, context)
+        operations = self._engine.started.result().operations_of(request.header.run_id)
+        durable = operations.publisher.await_published(request)
+        return await self._or_broken(asyncio.wrap_future(durable), context)
+
     async def Release(
         self, request: trainer_pb2.ReleaseRequest, context: Context
     ) -> trainer_pb2.ReleaseReply:
         # Not in the engine thread, which may be busy with later operations.
         await self._sequence(request.run_id, context)
         operations = self._engine.started.result().operations_of(request.run_id)
-        await asyncio.to_thread(operations.release, request.name)
+        await asyncio.to_thread(operations.publisher.release, request.name)
         return trainer_pb2.ReleaseReply()
 
     async def SaveCheckpoint(

@@ -82,7 +82,8 @@ class Snapshot:
 @dataclass(eq=False)
 class SentCall:
     """A call sent to the trainer. `request` is its message without the payload (in the journal if
-    `has_payload`) and the loss definition in `body`. `size` includes the payload. An `answered`
+    `has_payload`) and the loss definition in `body`. `size` includes the payload. `is_early`: the
+    trainer is done with it, but must repeat it if it dies before the answer counts. An `answered`
     call took `seconds` and has a `failure` ("" for none) with a `reason`. `release` is called when
     it is forgotten."""
 
@@ -92,6 +93,7 @@ class SentCall:
     body: Body | None = None
     size: int = 0
     has_payload: bool = False
+    is_early: bool = False
     answered: bool = False
     seconds: float = 0.0
     failure: str = ""
@@ -166,7 +168,7 @@ class ReplayLog:
     @property
     def first_unanswered(self) -> SentCall | None:
         return min(
-            (call for call in self._calls.values() if not call.answered),
+            (call for call in self._calls.values() if not (call.answered or call.is_early)),
             key=lambda call: call.seq_id,
             default=None,
         )

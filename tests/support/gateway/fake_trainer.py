@@ -20,7 +20,7 @@ from tandem.protocol.worker import (
     WorkerSpec,
 )
 from tandem.v1 import common_pb2, trainer_pb2, trainer_pb2_grpc
-from tandem.weights import Manifest, PartialVersion, checksum_file
+from tandem.weights import Manifest, PartialVersion, checksum_file, open_version
 from tandem.wire.v1 import tinker_pb2
 from tests.support.gateway.fake_sleep import FakeSleep
 
@@ -78,7 +78,8 @@ class FakeRun:
 
 
 class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
-    """Applies the operations of each run in log order. `gate` holds them back while it is not set.
+    """Applies the operations of each run in log order. `gate` holds them back while it is not set,
+    and `disk_gate` the end of early publishes.
 
     `applied` and `requests` are those of all runs. `step`, `history` and `published` are those of
     the only run. `memory` maps a `seq_id` to the tokens that fit at once, by default 2048. Plans
@@ -101,6 +102,9 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         self.snapshot_gate = asyncio.Event()
         self.snapshot_gate.set()
         self.fail_with: dict[int, TandemError] = {}
+        self.disk_gate = asyncio.Event()
+        self.disk_gate.set()
+        self.disk_error: TandemError | None = None
 
     @property
     def only(self) -> FakeRun:
@@ -259,7 +263,14 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
             version=version,
             bytes=manifest.bytes,
             handoff=common_pb2.Handoff(name=version.name) if request.handoff else None,
+            durable=not request.early,
         )
+
+    async def AwaitPublished(self, request, context):
+        await self.disk_gate.wait()
+        if self.disk_error is not None:
+            return trainer_pb2.PublishReply(failure=self.disk_error.to_failure())
+        return trainer_pb2.PublishReply(version=request.version, durable=True)
 
     async def Release(self, request, context):
         self.released.append(request.name)
@@ -337,6 +348,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
 
 def _write_version(run: FakeRun, version) -> Manifest:
     """Write the number of steps as weights, and a manifest."""
+    if Path(version.path).exists():  # an earlier trainer published it early
+        return open_version(Path(version.path))
     partial = PartialVersion(Path(version.path))
     partial.create()
     names = (

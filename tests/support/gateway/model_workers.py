@@ -224,6 +224,14 @@ class ModelTrainer(ModelWorker):
         super().__init__(spec, misfortune)
         self.runs = {spec.first_run or spec.run_id: ModelRun(self, misfortune)}
         self.engine = asyncio.Lock()
+        self.unsynced: set[Path] = set()
+
+    def die(self) -> None:
+        """Its machine loses power, and the files that are not synced."""
+        for path in self.unsynced:
+            shutil.rmtree(path, ignore_errors=True)
+        self.unsynced.clear()
+        super().die()
 
     def __getattr__(self, name: str) -> Callable[[Any], Awaitable[Any]]:
         async def call(request):
@@ -470,7 +478,18 @@ class ModelRun:
         elif open_version(path).operation != operation:
             return trainer_pb2.PublishReply(failure=PublishFailed("it exists").to_failure())
         state.published = version.name
-        return trainer_pb2.PublishReply(version=version, bytes=12)
+        if request.early:
+            self._trainer.unsynced.add(path)
+        return trainer_pb2.PublishReply(version=version, bytes=12, durable=not request.early)
+
+    async def AwaitPublished(self, request):
+        path = Path(request.version.path)
+        if not path.is_dir():  # noqa: ASYNC240
+            failure = PublishFailed("it was not published").to_failure()
+            return trainer_pb2.PublishReply(failure=failure)
+        await self._misfortune.delay(3.0)
+        self._trainer.unsynced.discard(path)
+        return trainer_pb2.PublishReply(version=request.version, bytes=12, durable=True)
 
     async def SaveCheckpoint(self, request):
         return await self._in_order(request, self._save)

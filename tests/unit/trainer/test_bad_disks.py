@@ -9,7 +9,7 @@ from threading import Event
 import pytest
 
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.weights import open_version
+from tandem.weights import PartialVersion, open_version
 from tandem.weights.store import make_folder, sync_at_once
 from tests.support.local_trainer import SPEC, data_of, forward_backward, load, make
 from tests.support.unreliable_disk import Fault, UnreliableDisk
@@ -46,6 +46,16 @@ def publish(operations: Operations, path: Path) -> str:
     return told(reply)
 
 
+def publish_early(operations: Operations, path: Path) -> str:
+    version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
+    request = trainer_pb2.PublishRequest(header=header(path), version=version, early=True)
+    reply = operations.publish(request)
+    if not reply.durable and not reply.HasField("failure"):
+        reply = operations.publisher.await_published(request).result(timeout=60)
+    assert reply.durable or reply.HasField("failure")
+    return told(reply)
+
+
 def save(operations: Operations, path: Path) -> str:
     request = trainer_pb2.SaveCheckpointRequest(header=header(path), path=str(path))
     return told(operations.save_checkpoint(request))
@@ -72,7 +82,7 @@ def check(operations: Operations, path: Path) -> None:
         training_state.check(path, operations.trainer, optimizer=True)
 
 
-writes = pytest.mark.parametrize("write", [publish, save, snapshot])
+writes = pytest.mark.parametrize("write", [publish, publish_early, save, snapshot])
 
 
 @writes
@@ -122,7 +132,7 @@ def test_what_cannot_be_computed_is_told_while_the_disk_still_stands_still(
     assert [each.name for each in run.iterdir()] == ["one"]
 
 
-@pytest.mark.parametrize("write", [publish, save])
+@pytest.mark.parametrize("write", [publish, publish_early, save])
 def test_a_trainer_killed_anywhere_is_followed_by_one_that_completes_what_it_wrote(
     operations, disk, tmp_path, write
 ):
@@ -136,6 +146,37 @@ def test_a_trainer_killed_anywhere_is_followed_by_one_that_completes_what_it_wro
         disk.lose_power()
         assert [each.name for each in run.iterdir()] == ["one"], strike.hit
         check(operations, run / "one")
+
+
+def test_a_machine_without_power_loses_no_early_version_for_good(operations, disk, tmp_path):
+    for nth, strike in enumerate(disk.strikes(Fault.KILL)):
+        make_folder(run := tmp_path / "data" / str(nth) / "kind" / "run")
+        with strike:
+            publish_early(operations, run / "one")
+        disk.lose_power()
+        assert publish_early(operations, run / "one") == "", strike.hit
+        disk.lose_power()
+        assert [each.name for each in run.iterdir()] == ["one"], strike.hit
+        check(operations, run / "one")
+
+
+def test_an_early_version_can_be_read_before_it_is_durable(operations, tmp_path, monkeypatch):
+    go_on, make_durable = Event(), PartialVersion.make_durable
+
+    def wait_first(version: PartialVersion, syncs: Iterable[Callable[[], None]]) -> None:
+        go_on.wait()
+        make_durable(version, syncs)
+
+    make_folder(run := tmp_path / "data" / "kind" / "run")
+    version = common_pb2.WeightVersion(name=f"{RUN}/one", path=str(run / "one"), run_id=RUN)
+    early = trainer_pb2.PublishRequest(header=header(run), version=version, early=True)
+    monkeypatch.setattr(PartialVersion, "make_durable", wait_first)
+    assert not operations.publish(early).durable
+    check(operations, run / "one")
+    durable = operations.publisher.await_published(early)
+    assert not durable.done()
+    go_on.set()
+    assert durable.result(timeout=60).durable
 
 
 # --- Reading ---------------------------------------------------------------------------------

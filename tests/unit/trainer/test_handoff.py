@@ -37,7 +37,7 @@ def test_the_copy_has_what_the_files_have_and_the_manifest_its_sums(models, tmp_
     assert manifest.sums == {
         name: sum_of(t, torch.float32, name=name) for name, t in copied.items()
     }
-    trainer.release()
+    trainer.publisher.release()
 
 
 def test_tensors_of_all_shapes_and_types_are_what_they_were():
@@ -70,14 +70,14 @@ def test_the_copy_is_freed_by_its_release_and_by_the_next_version(models, tmp_pa
     first = publish(trainer, tmp_path / "v1", handoff=True).handoff
     opened = open_handoff(first)
     second = publish(trainer, tmp_path / "v2", handoff=True).handoff
-    trainer.release(first.name)
+    trainer.publisher.release(first.name)
     assert memory_files() == 2, "one has a reader, and one is newer"
     files = load_file(tmp_path / "v1" / "model.safetensors")
     for name, tensor in opened:
         np.testing.assert_array_equal(tensor.numpy(), files[name])
     del opened, tensor
     assert memory_files() == 1
-    trainer.release(second.name)
+    trainer.publisher.release(second.name)
     assert memory_files() == 0
     with pytest.raises(LoadFailed, match="not in the trainer's memory"):
         open_handoff(second)
@@ -106,10 +106,10 @@ def test_a_copy_whose_reader_would_lose_it_waits_for_its_release(models, tmp_pat
     trainer = make(models["qwen3"], None)
     first = publish(trainer, tmp_path / "v1", handoff=True).handoff
     second = publish(trainer, tmp_path / "v2", handoff=True).handoff
-    trainer.release()
+    trainer.publisher.release()
     assert memory_files() == 2
-    trainer.release(first.name)
-    trainer.release(second.name)
+    trainer.publisher.release(first.name)
+    trainer.publisher.release(second.name)
     assert memory_files() == 0
 
 

@@ -1,0 +1,109 @@
+"""Engines load a version while its files are synced, with fake workers."""
+
+from __future__ import annotations
+
+from tandem.errors import PublishFailed
+from tests.support.gateway.fake_launcher import FakeLauncher
+from tests.support.gateway.fake_sampler import FakeSampler
+from tests.support.gateway.fake_trainer import FakeTrainer, after
+from tests.support.gateway.requests import asample, why_waiting
+from tests.support.gateway.runs import SELDOM, Run, train, undisturbed
+from tests.support.waiting import wait_until
+
+
+class Slow(FakeTrainer):
+    """Its first process never syncs a version."""
+
+    count = 0
+
+    def __init__(self, spec) -> None:
+        super().__init__(spec)
+        type(self).count += 1
+        if self.count == 1:
+            self.disk_gate.clear()
+
+
+def slow_launcher() -> FakeLauncher:
+    return FakeLauncher(type("OnceSlow", (Slow,), {}))
+
+
+def publish(run: Run, seq_id: int) -> str:
+    """Publish a version without a name, and return its operation's id."""
+    body = {"model_id": run.id, "seq_id": seq_id, "sampling_session_seq_id": seq_id}
+    answer = run.client.post("/api/v1/save_weights_for_sampler", json=body)
+    assert answer.status_code == 200, answer.text
+    return f"{run.id}:{seq_id}"
+
+
+def loaded(gate) -> list[str]:
+    workers = gate.launcher.servicers.values()
+    return [name for each in workers if isinstance(each, FakeSampler) for name in each.loaded]
+
+
+def history() -> str:
+    """Of a step, a publish and a step."""
+    return after(after(undisturbed(1), "forward_backward", 4), "optim_step", 5)
+
+
+def test_an_engine_loads_while_files_are_synced_and_the_operation_ends_after_both(start):
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        operation = publish(run, 3)
+        wait_until(lambda: len(loaded(gate)) == 1)
+        run.step(4)
+        wait_until(lambda: ("optim_step", 4) in run.newest.applied)
+        assert why_waiting(run.client, operation)
+        assert why_waiting(run.client, f"{run.id}:4"), "later answers wait, too"
+        assert asample(run.client, f"{run.id.partition(':')[0]}:sample:3").status_code == 404
+        gate.run(run.newest.disk_gate.set)
+        assert gate.retrieve(operation).status_code == 200
+        run.outcome(4)
+        assert asample(run.client, f"{run.id.partition(':')[0]}:sample:3").status_code == 200
+
+
+def test_a_trainer_that_dies_before_the_sync_is_followed_by_one_that_publishes_again(start):
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        operation = publish(run, 3)
+        run.backward(4)
+        run.step(5)
+        wait_until(lambda: ("optim_step", 5) in run.newest.applied)
+        run.die()
+        assert gate.retrieve(operation).status_code == 200
+        run.outcome(5)
+        kinds = [kind for kind, seq in run.newest.applied if seq >= 3]
+        assert kinds == ["publish", "forward_backward", "optim_step"]
+        assert run.newest.history == history()
+
+
+def test_the_next_gateway_publishes_again_what_was_not_durable(start):
+    launcher = slow_launcher()
+    with start(recovery=SELDOM, launcher=launcher) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        operation = publish(run, 3)
+        run.backward(4)
+        run.step(5)
+        wait_until(lambda: ("optim_step", 5) in run.newest.applied)
+    with start(recovery=SELDOM) as gate, gate.http() as client:
+        client.post("/api/v1/session_heartbeat", json={"session_id": run.id.partition(":")[0]})
+        assert gate.retrieve(operation).status_code == 200
+        assert gate.retrieve(f"{run.id}:5").status_code == 200
+        trainer = gate.trainer_of(run.id)
+        kinds = [kind for kind, seq in trainer.applied if seq >= 3]
+        assert kinds == ["publish", "forward_backward", "optim_step"]
+        assert trainer.history == history()
+
+
+def test_a_sync_that_fails_is_told_and_training_goes_on(start):
+    with start(recovery=SELDOM) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        run.newest.disk_error = PublishFailed("the disk failed; publish again")
+        failed = gate.retrieve(publish(run, 3)).json()
+        assert "the disk failed" in str(failed)
+        run.newest.disk_error = None
+        assert gate.retrieve(publish(run, 4)).status_code == 200
+        train(run, 3)

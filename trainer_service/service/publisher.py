@@ -1,0 +1,139 @@
+"""Publishes the versions of a run, on rank 0.
+
+An early publish is answered once others can read the version. A thread then syncs it. The gateway
+counts no later answer until then, so a trainer that dies meanwhile publishes the same bits
+again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from tandem.errors import PublishFailed, TandemError
+from tandem.v1 import common_pb2, trainer_pb2
+from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
+from trainer_service.checkpoints.publish import publish
+from trainer_service.checkpoints.storage import begin, storage_error
+from trainer_service.checkpoints.version_requests import (
+    Published,
+    VersionRequest,
+    prepare_publish,
+    published_by,
+)
+from trainer_service.compute.trainer import RankTrainer
+
+
+class Publisher:
+    """`newest` is the name of the run's newest version."""
+
+    def __init__(self, trainer: RankTrainer) -> None:
+        self._trainer = trainer
+        self.newest = ""
+        self._early: tuple[str, Future[trainer_pb2.PublishReply]] | None = None
+        """The newest early version's name, and its reply once it is durable."""
+        self._copies: dict[str, KeptCopy] = {}
+        """Copies for a sampler: of the newest version until its release, and of older versions
+        never released."""
+        self._releasing = threading.Lock()
+
+    def publish(
+        self, request: trainer_pb2.PublishRequest, *, announce: Callable[[], None]
+    ) -> trainer_pb2.PublishReply:
+        """Publish a version. `announce` it to the other ranks first. Only in the engine thread."""
+        trainer, began = self._trainer, time.perf_counter()
+        version = VersionRequest.from_message(request, step=trainer.step)
+        alone = trainer.control.size == 1
+        copy: KeptCopy | None = None
+        self.release()
+        try:
+            published = published_by(version)
+            if published is None:
+                prepare_publish(version, trainer.backend)
+                whole = trainer.backend.training.lora is None
+                if request.handoff and whole and alone:
+                    held = sum(each.bytes for each in list(self._copies.values()))
+                    copy = keep_copy(version.name, trainer.backend, held=held)
+                announce()
+                published = publish(version, trainer, copy, early=request.early and alone)
+        except TandemError as error:
+            if copy is not None:
+                copy.close()
+            return trainer_pb2.PublishReply(failure=error.to_failure())
+        assert published is not None
+        self.newest = version.name
+        reply = _reply(published, version.path, seconds=time.perf_counter() - began)
+        if published.make_durable is not None:
+            self._complete(published.make_durable, reply)
+        if copy is not None and (offered := self._offer(copy)) is not None:
+            reply.handoff.CopyFrom(offered)
+        return reply
+
+    def _complete(self, make_durable: Callable[[], None], reply: trainer_pb2.PublishReply) -> None:
+        name, durable = reply.version.name, trainer_pb2.PublishReply()
+        durable.CopyFrom(reply)
+        durable.durable = True
+
+        def complete() -> trainer_pb2.PublishReply:
+            try:
+                make_durable()
+            except OSError as error:
+                failed = storage_error(error, what=name, needed=reply.bytes)
+                return trainer_pb2.PublishReply(failure=failed.to_failure())
+            return durable
+
+        self._early = name, begin(complete)
+
+    def await_published(
+        self, request: trainer_pb2.PublishRequest
+    ) -> Future[trainer_pb2.PublishReply]:
+        """Return the reply of a version that is durable or has failed, from any thread.
+
+        A trainer that has not written the version reads it from the disk."""
+        if self._early is not None and self._early[0] == request.version.name:
+            return self._early[1]
+        version = VersionRequest.from_message(request, step=0)
+
+        def find() -> trainer_pb2.PublishReply:
+            try:
+                if (found := published_by(version)) is None:
+                    raise PublishFailed(f"{version.name} was not published. Publish again")
+            except TandemError as error:
+                return trainer_pb2.PublishReply(failure=error.to_failure())
+            return _reply(found, version.path)
+
+        return begin(find)
+
+    def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
+        self._copies[copy.name] = copy
+        offered = copy.offer(on_deadline=lambda: self.release(copy.name))
+        if offered is None:
+            self.release(copy.name)
+        return offered
+
+    def release(self, name: str = "") -> None:
+        """Free the copy of a version after its reader has loaded it, from any thread.
+
+        Without a name, free the copies that their readers keep alive by themselves."""
+        with self._releasing:
+            for copy in list(self._copies.values()):
+                if copy.name == name or (not name and copy.outlives_close):
+                    self._copies.pop(copy.name).close()
+
+
+def _reply(published: Published, path: Path, *, seconds: float = 0.0) -> trainer_pb2.PublishReply:
+    manifest = published.manifest
+    return trainer_pb2.PublishReply(
+        version=common_pb2.WeightVersion(
+            name=manifest.version,
+            path=str(path),
+            run_id=manifest.run_id,
+            step=manifest.step,
+            adapter=manifest.adapter,
+        ),
+        bytes=manifest.bytes,
+        seconds=seconds,
+        durable=published.make_durable is None,
+    )
