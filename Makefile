@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record report restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-history bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-takeover bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-head bench-history bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-takeover bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -83,6 +83,9 @@ bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers.
 
 bench-gpu: setup ## Measures Tandem on a GPU, beside plain loops. ARGS="--sizes 0.5B --only training"
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)
+
+bench-head: setup ## Measures the head of a model, from hidden states to gradients, eager and compiled.
+	@.venv/bin/python -m benchmarks.head
 
 bench-history: setup ## Measures a gateway with 10 million past operations, before and after retention.
 	@.venv/bin/python -m benchmarks.history $(ARGS)

@@ -39,9 +39,9 @@ _MICRO_BATCH_TOKENS = {"cpu": 2048, "cuda": 16384}
 _UNREDUCED_BYTES = {"cpu": 256 * 2**20, "cuda": 4 * 2**30}
 _SCORES = 2
 """Eager attention keeps its scores for the softmax and for the product with the values."""
-_LOGITS_AT_ONCE = 3
-"""A chunk's logits, their log-softmax, and one of their gradients."""
 _FLOAT32 = 4
+_LOGIT_BYTES = 3 * _FLOAT32
+"""A logit of a chunk, its log-softmax, and one of their gradients."""
 _GIB = 2**30
 _BLOCK = re.compile(r"(?:.*?\.)?\d+\.")
 """The common prefix of a block's tensors, such as `model.layers.3.`."""
@@ -261,10 +261,10 @@ class TrainerMemory:
         """Return the bytes of a logits chunk and the head's gradient, in float32 and the compute
         dtype."""
         model = self.model
-        limit = self.settings.logits_bytes or LOGITS_BYTES[self.device]
-        chunk = min(limit, _FLOAT32 * tokens * model.vocabulary)
+        each = _logit_bytes(self.settings, device=self.device)
+        chunk = min(_chunk_bytes(self.settings, self.device), each * tokens * model.vocabulary)
         head = 0 if self.training.lora else model.vocabulary * model.hidden
-        return _LOGITS_AT_ONCE * chunk + (_FLOAT32 + self.width) * head
+        return chunk + (_FLOAT32 + self.width) * head
 
     def _gathered(self, passing: int, *, copied: bool) -> int:
         """Return the bytes of weights and gradients that FSDP has gathered.
@@ -303,6 +303,29 @@ def wanted_tokens(setting: int, *, device: str) -> int:
 
 def compute_width(dtype: str, *, device: str) -> int:
     return 2 if dtype == "bfloat16" or (dtype == "auto" and device == "cuda") else 4
+
+
+def compiles(wanted: str, device: str) -> bool:
+    """Return whether blocks are compiled. "auto" compiles on a GPU."""
+    return wanted == "on" or (wanted == "auto" and device == "cuda")
+
+
+def logits_rows(settings: TrainerSettings, *, device: str, vocabulary: int) -> int:
+    """Return the rows of a chunk of logits. Compiled code needs less memory for one, so its chunks
+    have more rows."""
+    each = _logit_bytes(settings, device=device)
+    return max(1, _chunk_bytes(settings, device) // (each * vocabulary))
+
+
+def _chunk_bytes(settings: TrainerSettings, device: str) -> int:
+    return (settings.logits_bytes or LOGITS_BYTES[device]) * _LOGIT_BYTES // _FLOAT32
+
+
+def _logit_bytes(settings: TrainerSettings, *, device: str) -> int:
+    """Compiled code has only logits and their gradients, in the compute dtype."""
+    if compiles(settings.compile, device):
+        return 2 * compute_width(settings.dtype, device=device)
+    return _LOGIT_BYTES
 
 
 def _part(elements: int, shards: int) -> int:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tandem.backends.memory import LOGITS_BYTES, MemoryPlan
+from tandem.backends.memory import MemoryPlan, compiles, logits_rows
 from tandem.errors import InvalidRequest, WorkerStartFailed
 from tandem.protocol.worker import TrainingSpec
 from tandem.settings.workers import TrainerSettings
@@ -57,7 +57,6 @@ from trainer_service.losses.base import LossResult
 from trainer_service.models.activation_checkpointing import Checkpointing
 from trainer_service.models.compiled_blocks import (
     compile_blocks,
-    compiles,
     compiling,
     mask_windows,
     not_yet,
@@ -289,7 +288,7 @@ class Fsdp2Backend(TrainerBackend):
             facts=self.facts,
             device=self.device,
             apart=comes_apart(model),
-            logits_bytes=settings.logits_bytes or LOGITS_BYTES[self.device],
+            rows=logits_rows(settings, device=self.device, vocabulary=self.facts.vocabulary),
             compiled=self._compiled,
         )
         self._joins = (

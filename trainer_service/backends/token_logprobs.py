@@ -17,7 +17,12 @@ from trainer_service.batches.micro_batches import MicroBatch, of_two_tokens, one
 from trainer_service.lora.adapters import ActiveAdapters, Adapter, RunRows
 from trainer_service.losses.base import LossResult
 from trainer_service.models.huggingface import ModelFacts
-from trainer_service.models.logprobs import ChunkedLogprobs, divide, return_logits
+from trainer_service.models.logprobs import (
+    ChunkedLogprobs,
+    CompiledLogSoftmax,
+    divide,
+    return_logits,
+)
 from trainer_service.models.packing import row_inputs
 
 if TYPE_CHECKING:
@@ -28,8 +33,8 @@ class TokenLogprobs:
     """The logprobs of tokens, for all runs that share the model and its `active` adapters.
 
     `apart`: the model can end at its hidden states. Logits are then made in chunks of at most
-    `logits_bytes`, else whole. `compiled`: the blocks are compiled and take no row of a single
-    token."""
+    `rows` rows, else whole. `compiled`: the blocks are compiled and take no row of a single token,
+    and so is the function from logits to log probabilities."""
 
     def __init__(
         self,
@@ -39,7 +44,7 @@ class TokenLogprobs:
         facts: ModelFacts,
         device: str,
         apart: bool,
-        logits_bytes: int,
+        rows: int,
         compiled: bool,
     ) -> None:
         self._model = model
@@ -49,12 +54,16 @@ class TokenLogprobs:
         self._tail: dict[str, nn.Module] = {}
         if apart:
             logits_of, self._tail = divide(model)
-            rows = max(1, logits_bytes // (4 * facts.vocabulary))
         else:
             get_log().warning("logits_whole", architecture=facts.architecture)
             return_logits(model)
             logits_of, rows = _as_they_are, sys.maxsize
-        self._logprobs = ChunkedLogprobs(logits_of, self._of_tail, rows=rows)
+        self._logprobs = ChunkedLogprobs(
+            logits_of,
+            self._of_tail,
+            rows=rows,
+            compiled=CompiledLogSoftmax() if compiled else None,
+        )
 
     def logprobs_of(self, micro_batch: MicroBatch) -> Tensor:
         """Log probabilities of the targets, float32 [e], differentiable if gradients are on."""

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict
 
+from tandem.backends.memory import compiles
 from tandem.errors import WorkerStartFailed, describe
 from tandem.protocol.devices import Device, parse_device
 from tandem.protocol.worker import LOOPBACK, TrainingSpec, WorkerSpec
@@ -34,7 +35,7 @@ from trainer_service.compute.parallel import ParallelMicroBatches
 from trainer_service.compute.topology import Topology, listen_on_all_addresses
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.lora.adapters import chosen_layers
-from trainer_service.models.compiled_blocks import check_compiler, compiles
+from trainer_service.models.compiled_blocks import check_compiler
 from trainer_service.models.huggingface import empty_model
 from trainer_service.models.tensor_parallel import check_divisible
 

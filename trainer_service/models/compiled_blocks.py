@@ -37,11 +37,6 @@ _NO_COMPILER = (
 _WITH_WINDOWS = "tandem_with_windows"
 
 
-def compiles(wanted: str, device: str) -> bool:
-    """True if blocks are compiled. "auto" compiles on a GPU."""
-    return wanted == "on" or (wanted == "auto" and device == "cuda")
-
-
 def check_compiler(device: str) -> None:
     if device != "cpu":
         # Triton compiles its kernel launchers with it.

@@ -125,13 +125,20 @@ class ChunkedLogprobs:
     """Log probabilities in chunks of `rows` rows. Thread-safe.
 
     Example: `ChunkedLogprobs(logits_of, parameters, rows=512)(hidden, targets)`. `parameters`
-    returns the trainable parameters that `logits_of` computes with."""
+    returns the trainable parameters that `logits_of` computes with. `compiled` replaces torch's
+    log-softmax, with other bits."""
 
     def __init__(
-        self, logits_of: LogitsOf, parameters: Callable[[], Sequence[nn.Parameter]], *, rows: int
+        self,
+        logits_of: LogitsOf,
+        parameters: Callable[[], Sequence[nn.Parameter]],
+        *,
+        rows: int,
+        compiled: CompiledLogSoftmax | None = None,
     ) -> None:
         self._logits_of = logits_of
         self._parameters = parameters
+        self._compiled = compiled
         self.rows = rows
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -154,12 +161,13 @@ class ChunkedLogprobs:
         return logprobs, carrier
 
     def of_chunk(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        if self._compiled is not None:
+            return self._compiled(self._logits_of(hidden), targets)
         return self.of_vocabulary(hidden).gather(-1, targets)
 
     def of_vocabulary(self, hidden: Tensor) -> Tensor:
         """The log probabilities [n, vocabulary] of all tokens after at most `rows` rows."""
-        logits = self._logits_of(hidden)
-        return torch.log_softmax(logits.to(_at_least_float32(logits)), dim=-1)
+        return torch.log_softmax(_widened(self._logits_of(hidden)), dim=-1)
 
     def chunks(self, rows: int) -> Iterator[slice]:
         for start in range(0, rows, self.rows):
@@ -173,6 +181,72 @@ class ChunkedLogprobs:
 
 def _at_least_float32(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_at_least_float32(tensor))
+
+
+class CompiledLogSoftmax:
+    """Log probabilities of targets, from logits, by compiled code.
+
+    It keeps the logits alone for the gradients, and makes no float32 tensor of their size. Compiled
+    code does not depend on the number of targets. A single row, which a compiler takes for a
+    constant, is computed by the plain functions."""
+
+    def __init__(self) -> None:
+        self._normalisers = torch.compile(_normalisers, dynamic=True)
+        self._gradient = torch.compile(_gradient, dynamic=True)
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """The log probabilities [n, K], at least float32, of `targets` [n, K]."""
+        logprobs: Tensor = _OfLogits.apply(self, logits, targets)
+        return logprobs
+
+    def normalisers(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        compute = self._normalisers if len(logits) > 1 else _normalisers
+        largest, log_sum = compute(logits)
+        return largest, log_sum
+
+    def gradient(self, logits: Tensor, largest: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
+        compute = self._gradient if len(logits) > 1 else _gradient
+        found: Tensor = compute(logits, largest, log_sum, factor)
+        return found
+
+
+def _normalisers(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit [n, 1], and log Σ exp(logit - largest) [n, 1]. Log probabilities subtract
+    both from the logit, one after the other, as torch does."""
+    wide = _widened(logits)
+    largest = wide.amax(-1, keepdim=True)
+    return largest, (wide - largest).exp().sum(-1, keepdim=True).log()
+
+
+def _gradient(logits: Tensor, largest: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
+    """Probabilities [n, vocabulary] times a factor [n, 1], in the logits' type."""
+    return ((_widened(logits) - largest - log_sum).exp() * factor).to(logits.dtype)
+
+
+class _OfLogits(torch.autograd.Function):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, code: CompiledLogSoftmax, logits: Tensor, targets: Tensor) -> Tensor:
+        logits = logits.detach()  # compiled code differs for a tensor that needs a gradient
+        largest, log_sum = code.normalisers(logits)
+        logprobs = _widened(logits.gather(-1, targets)) - largest - log_sum
+        ctx.code = code
+        ctx.save_for_backward(logits, targets, largest, log_sum, logprobs)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        """The sum over k of g_k · (1[token = t_k] - p), whose sum at a target is taken before it is
+        rounded."""
+        logits, targets, largest, log_sum, logprobs = ctx.saved_tensors
+        total = gradient.sum(-1, keepdim=True)
+        found = ctx.code.gradient(logits.detach(), largest, log_sum, -total)
+        equal = targets[:, :, None] == targets[:, None, :]  # a token may be several targets
+        at_targets = (equal * gradient[:, None, :]).sum(-1) - logprobs.exp() * total
+        return None, found.scatter_(-1, targets, at_targets.to(found.dtype)), None
 
 
 class _Sums:

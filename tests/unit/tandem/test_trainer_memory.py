@@ -4,7 +4,14 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.backends.memory import Available, MemoryPlan, ModelSize, TrainerMemory, choose
+from tandem.backends.memory import (
+    Available,
+    MemoryPlan,
+    ModelSize,
+    TrainerMemory,
+    choose,
+    logits_rows,
+)
 from tandem.errors import WorkerStartFailed
 from tandem.protocol.worker import Layout, LoraSpec, TrainingSpec
 from tandem.settings.workers import TrainerSettings
@@ -175,6 +182,23 @@ def test_logits_do_not_grow_beyond_their_chunk():
         for tokens in (50, 100, 1000)
     ]
     assert logits[0] < logits[1] == logits[2]
+
+
+@pytest.mark.parametrize(("dtype", "more"), [("float32", 1.5), ("bfloat16", 3)])
+def test_chunks_of_compiled_logits_have_more_rows_in_the_same_memory(dtype, more):
+    plain, compiled = (
+        TrainerSettings(logits_bytes=4 * 50 * 100, dtype=dtype, compile=compile)
+        for compile in ("off", "on")
+    )
+    rows, more_rows = (logits_rows(each, device="cpu", vocabulary=50) for each in (plain, compiled))
+    assert (rows, more_rows) == (100, 100 * more)
+    wanted, found = (
+        memory_of(settings=each.model_dump(exclude_unset=True)).parts(
+            1000, checkpointed=False, copied=False
+        )["logits"]
+        for each in (plain, compiled)
+    )
+    assert wanted == found
 
 
 # --- The choice -----------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from trainer_service.backends import World
 from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.models import compiled_blocks
 from trainer_service.models.compiled_blocks import check_compiler
+from trainer_service.models.logprobs import CompiledLogSoftmax
 
 CHUNKS = {"logits_bytes": 4 * VOCABULARY * 7}
 KINDS = {
@@ -90,7 +91,9 @@ def compiled_rank(path, lora=None, **settings):
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "lora"), [("in threads", None), ("checkpointed", WITHOUT_MLP)])
+@pytest.mark.parametrize(
+    ("kind", "lora"), [("in threads", None), ("checkpointed", WITHOUT_MLP), ("in chunks", None)]
+)
 def test_every_loss_has_the_same_gradients(model, graphs_alone, kind, lora):
     path, settings = model, KINDS[kind]
     plain, compiled = make_rank(path, lora, **settings), compiled_rank(path, lora, **settings)
@@ -146,6 +149,72 @@ def test_windows_of_padded_rows_are_compiled_once_for_rows_within_and_beyond_the
             found, wanted = (compute(each, request(data)) for each in (compiled, plain))
             np.testing.assert_allclose(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
             assert_same_gradients(compiled, plain)
+
+
+def log_softmax(logits, targets, gradient, *, compute=None):
+    """Log probabilities, and the logits' gradient."""
+    leaf = logits.detach().requires_grad_()
+    if compute is None:
+        wide = leaf.to(torch.promote_types(leaf.dtype, torch.float32))
+        found = torch.log_softmax(wide, -1).gather(-1, targets)
+    else:
+        found = compute(leaf, targets)
+    found.backward(gradient.to(found.dtype))
+    return found.detach(), leaf.grad
+
+
+@pytest.mark.parametrize(
+    ("dtype", "close", "rounding"),
+    [
+        (torch.float64, 1e-12, 1e-12),
+        (torch.float32, 1e-5, 1e-6),
+        (torch.bfloat16, 1e-5, 2**-8),
+    ],
+)
+def test_compiled_log_probabilities_are_those_of_torch(graphs_alone, dtype, close, rounding):
+    """Also of one row, of several targets of a row, and of equal ones."""
+    torch.manual_seed(0)
+    compute = CompiledLogSoftmax()
+    for rows, targets in ((13, 1), (13, 3), (1, 1), (1, 3), (40, 2)):
+        logits = (20 * torch.randn(rows, 30)).to(dtype)
+        logits[0] += 1e4  # the sum of its exponentials overflows
+        chosen = torch.randint(0, 30, (rows, targets))
+        chosen[-1] = 7
+        gradient = torch.randn(rows, targets)
+        found = log_softmax(logits, chosen, gradient, compute=compute)
+        wanted = log_softmax(logits, chosen, gradient)
+        assert found[0].dtype == wanted[0].dtype and found[1].dtype == dtype
+        torch.testing.assert_close(found[0], wanted[0], rtol=close, atol=close)
+        torch.testing.assert_close(found[1], wanted[1], rtol=rounding, atol=rounding)
+
+
+def test_neither_other_rows_nor_other_targets_compile_log_probabilities_again(
+    forward_graphs_alone,
+):
+    compute = CompiledLogSoftmax()
+
+    def of(rows: int, targets: int, *, gradients: bool) -> None:
+        logits = torch.randn(rows, 30, requires_grad=gradients)
+        found = compute(logits, torch.randint(0, 30, (rows, targets)))
+        if gradients:
+            found.sum().backward()
+
+    of(251, 1, gradients=True)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows, targets in ((250, 1), (1, 1), (2, 3), (30, 30), (512, 2)):
+            of(rows, targets, gradients=True)
+            of(rows, targets, gradients=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_log_probabilities_take_the_memory_of_the_plan(graphs_alone, dtype):
+    """Without fused kernels here, so only tensors that are kept for the gradients count."""
+    compute, kept = CompiledLogSoftmax(), []
+    logits = torch.randn(20, 30).to(dtype).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        compute(logits, torch.zeros(20, 1, dtype=torch.int64))
+    large = [each for each in kept if each.numel() == logits.numel()]
+    assert [each.data_ptr() for each in large] == [logits.data_ptr()]
 
 
 def test_adapters_of_a_new_shape_are_compiled_in_an_operation_that_says_so(
