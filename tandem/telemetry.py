@@ -35,23 +35,25 @@ def _dumps(value: object, **_: object) -> str:
     return without_credentials(orjson.dumps(value, default=str).decode())
 
 
-def append_line(fd: int, line: bytes) -> None:
+def append_line(fd: int, line: bytes, *, known_end: int = -1) -> int:
     """Append a line, with its newline, to an open file with several writers.
 
-    It starts a new line, even after one that a full disk or a killed writer cut. Raises `OSError`,
-    after which a part may be written."""
-    os.write(fd, b"\n" + line if _ends_within_a_line(fd) else line)
-
-
-def _ends_within_a_line(fd: int) -> bool:
+    It starts a new line, even after one that a full disk or a killed writer cut. Returns the size
+    of the file after the line, or -1 if a part was written. A file of the size `known_end` is known
+    to end with a line. Raises `OSError`, after which a part may be written."""
     about = os.fstat(fd)
-    if not stat.S_ISREG(about.st_mode) or not about.st_size:
-        return False
+    size = about.st_size if stat.S_ISREG(about.st_mode) else 0
+    if size not in (0, known_end) and _ends_within_a_line(fd, size):
+        line = b"\n" + line
+    return size + len(line) if os.write(fd, line) == len(line) else -1
+
+
+def _ends_within_a_line(fd: int, size: int) -> bool:
     with suppress(OSError):  # not Linux, or not allowed
         # The descriptor is write-only, and the file may have lost its name.
         reader = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
         try:
-            return os.pread(reader, 1, about.st_size - 1) not in (b"\n", b"")
+            return os.pread(reader, 1, size - 1) not in (b"\n", b"")
         finally:
             os.close(reader)
     return False
@@ -62,6 +64,7 @@ class _LossyStream:
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        self._end = -1  # spares most lines three system calls
         self._fd: int | None = None
         with suppress(OSError, AttributeError):  # an in-memory stream
             self._fd = stream.fileno()
@@ -70,7 +73,8 @@ class _LossyStream:
         with suppress(OSError):  # no place left to report it
             if self._fd is not None:
                 # Not through the stream: its buffer would keep the rest of a line.
-                append_line(self._fd, text.encode(errors="backslashreplace"))
+                line = text.encode(errors="backslashreplace")
+                self._end = append_line(self._fd, line, known_end=self._end)
             else:
                 self._stream.write(text)
         return len(text)

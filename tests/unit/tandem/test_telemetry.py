@@ -82,6 +82,17 @@ def test_a_line_begins_a_new_one_after_what_another_process_has_left(tmp_path):
         )
 
 
+def test_the_end_of_an_own_line_counts_until_another_process_writes(tmp_path):
+    with (tmp_path / "worker.log").open("ab") as log:
+        end = append_line(log.fileno(), b"mine\n")
+        end = append_line(log.fileno(), b"mine, too\n", known_end=end)
+        log.write(b"cut")
+        log.flush()
+        append_line(log.fileno(), b"mine again\n", known_end=end)
+    lines = (tmp_path / "worker.log").read_bytes()
+    assert lines == b"mine\nmine, too\ncut\nmine again\n"
+
+
 def test_a_line_for_a_pipe_is_written_as_it_is():
     reader, writer = os.pipe()
     append_line(writer, b"line\n")
