@@ -258,6 +258,7 @@ class OperationRunner:
             finally:
                 if handoff is not None:
                     await self._release_handoff(name)
+                call.explain, call.waiting_for = None, "the disk is taking the new weights"
                 await published
             assert body.sampling_session_seq_id is not None
             session = await self._tools.sampling.create_ephemeral(
