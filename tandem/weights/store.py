@@ -176,9 +176,8 @@ class PartialVersion:
 
         After an `OSError`, the version is gone."""
         try:
-            names = [self.final / MANIFEST_NAME, self.final]
+            names = [self.final / MANIFEST_NAME, self.final, *self.final.parents[:3]]
             sync_at_once([*syncs, *(partial(fsync_path, each) for each in names)])
-            sync_name(self.final)
         except OSError:
             shutil.rmtree(self.final, ignore_errors=True)
             raise

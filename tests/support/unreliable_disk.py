@@ -222,6 +222,9 @@ class UnreliableDisk:
             self._lead_elsewhere(target, kept)
         _real.rename(source, target)
         self._lead_elsewhere(source, target)
+        own = self._believed[self._host]
+        for path in [path for path in own if path.startswith(f"{target}/")]:
+            del own[path]  # of an earlier folder with the name
 
     def _lead_elsewhere(self, source: str, target: str) -> None:
         for host, believed in self._believed.items():
