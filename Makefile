@@ -2,7 +2,7 @@ ON_POSTGRESQL = audit checkpoints copies custom_loss_gateway identity keys long_
 	record report restarted restored retention run_history search security_names sessions stopped_runs trace usage_summary
 JOBS = $(if $(shell grep -s '^gpu' .venv/.tandem-setup),0,2)
 
-.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-head bench-history bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-takeover bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
+.PHONY: setup setup-trl images secrets demo demo-cluster demo-compose first-hour test test-all test-cluster test-compose test-gpu test-nfs test-postgresql conformance lint bench bench-beats bench-bombs bench-cluster bench-gateway bench-gpu bench-head bench-history bench-in-flight bench-joint bench-memory bench-methods bench-overlap bench-page bench-recorder bench-recovery bench-rerun bench-rollouts bench-shared bench-starts bench-takeover bench-timeslice bench-tracking bench-trl bench-versus chaos fuzz nightly api-docs protos clean
 .DEFAULT_GOAL := help
 
 help:            ## Lists the targets.
@@ -89,6 +89,9 @@ bench-head: setup ## Measures the head of a model, from hidden states to gradien
 
 bench-history: setup ## Measures a gateway with 10 million past operations, before and after retention.
 	@.venv/bin/python -m benchmarks.history $(ARGS)
+
+bench-in-flight: setup ## Measures a gateway with 131,072 samples in flight. ARGS=../other-checkout
+	@PYTHONPATH=. .venv/bin/python benchmarks/in_flight.py $(ARGS)
 
 bench-joint: setup ## Measures LoRA runs in one pass beside a pass for each. ARGS="--runs 4"
 	@.venv/bin/python -m benchmarks.joint_passes $(ARGS)

@@ -9,7 +9,11 @@ have requests, a reserve still answers `VITAL` requests."""
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import resource
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Literal
 
@@ -40,10 +44,40 @@ _RESERVE = 1024
 VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
 """Cheap requests that keep the gateway and its clients from being taken for dead."""
 
+STARTS = 8
+"""Requests that begin in one turn of the event loop, without `VITAL` ones. A burst of thousands
+would make one turn of seconds."""
+
 GRACEFUL_SECONDS = 5
 """Seconds that a stop waits for answers. Unread answers are cut off a second earlier."""
 
 Deadline = Literal["header", "write", "linger", "stop"]
+
+
+class Starts:
+    """Begins requests in order, at most `STARTS` in one turn of the event loop. New connections and
+    `VITAL` requests get their turn between two parts of a burst."""
+
+    def __init__(self) -> None:
+        self._left = STARTS
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._next_turn: asyncio.Handle | None = None
+        self._context = contextvars.copy_context()  # not that of a request
+
+    def begin_request(self, start: Callable[[], None]) -> None:
+        if self._left:
+            self._left -= 1
+            start()
+        else:
+            self._waiting.append(start)
+        if self._next_turn is None:
+            loop = asyncio.get_running_loop()
+            self._next_turn = loop.call_soon(self._continue, context=self._context)
+
+    def _continue(self) -> None:
+        self._next_turn, self._left = None, STARTS
+        for _ in range(min(self._left, len(self._waiting))):
+            self.begin_request(self._waiting.popleft())
 
 
 class Connections:
@@ -57,6 +91,7 @@ class Connections:
         self._reserve = min(_RESERVE, files // 8)
         self.most = min(most, files - self._reserve)
         self._metrics = metrics
+        self.starts = Starts()
         self._open: set[BoundedProtocol] = set()
         self._waiting: dict[BoundedProtocol, None] = {}
         self._surplus: dict[BoundedProtocol, None] = {}
@@ -231,7 +266,11 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
-        super()._start_asgi_task(cycle, app)
+        start = partial(super()._start_asgi_task, cycle, app)
+        if cycle.scope["path"] in VITAL:
+            start()
+        else:
+            self._all.starts.begin_request(start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

@@ -116,7 +116,7 @@ class OperationAdmission:
                     if not await self.journal.take_back(operation, payload=payload):
                         await self.database.sync()
                         return request_id
-                release = reserved.pop_all().close  # when the operation ends
+                release = reserved.take_over().close  # when the operation ends
         operation.future.on_end(lambda _outcome: release())
         run.dispatcher.put(operation)
         await self.database.sync()  # in parallel with the operation

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -164,17 +164,22 @@ class SamplerEngine:
     ) -> _Reply:
         """Send a call for a `version` once the engine is awake, and return the answer. Raises
         `EngineLost`, `OperationTimedOut` if nobody answered for the engine, and as the call."""
+        begun = False
         self._wanted.append(version)
-        async with AsyncExitStack() as stack:
-            try:
-                row = await stack.enter_async_context(self.supervisor.use(self.key))
-            except (WorkerStartFailed, WorkerDied) as error:
-                raise EngineLost from error
-            finally:
+        try:
+            async with self.supervisor.use(self.key) as row:
+                begun = True
                 self._wanted.remove(version)
-            if self._client is None or row.process != self.process:
-                raise EngineLost
-            return await send(self._client)
+                if self._client is None or row.process != self.process:
+                    raise EngineLost
+                return await send(self._client)
+        except (WorkerStartFailed, WorkerDied) as error:
+            if begun:
+                raise
+            raise EngineLost from error
+        finally:
+            if not begun:
+                self._wanted.remove(version)
 
     async def describe(self) -> sampler_pb2.DescribeSamplerReply | None:
         """Return its description now, None if it is not awake or does not answer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from functools import partial
 from typing import Literal
 
@@ -24,6 +25,9 @@ WEIGHT_VERSION_HEADER = "X-Tandem-Weight-Version"
 LONG_POLL = 30.0
 """Most seconds that a request waits for its result. One that waits for a place or a start is
 answered within 2 s, and when the reason changes (`FutureTable.wait_for_news`)."""
+
+_SHORTEST = 2 / 3
+"""The shortest long poll, as a share of `LONG_POLL`. Thousands that begin together end apart."""
 
 INLINE_BYTES = 2**20
 """The largest result sent at once to a client that prefers the size first. Its limit of 50 MiB has
@@ -190,7 +194,8 @@ async def retrieve_future(request: BoundedRequest) -> Response:
     await access.request(request_id)
     future = gateway.futures.get(request_id)
     if future is not None:
-        outcome = await gateway.futures.wait_for_news(future, timeout=LONG_POLL)
+        timeout = LONG_POLL * random.uniform(_SHORTEST, 1)
+        outcome = await gateway.futures.wait_for_news(future, timeout=timeout)
         if outcome is None:
             return _try_again(future)
         size = outcome.size if isinstance(outcome, Result) else 0

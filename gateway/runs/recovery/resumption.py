@@ -132,10 +132,10 @@ class RunResumption:
             (limits.operation_bytes, operation.size),
             forced=True,
         )
-        if operation.folder:
-            pins.pin(operation.folder)
-            held.callback(pins.unpin, operation.folder)
         operation.future.on_end(lambda _outcome: held.close())
+        if folder := operation.folder:
+            pins.pin(folder)
+            operation.future.on_end(lambda _outcome: pins.unpin(folder))
         self.tools.journal.futures.add(operation.future)
 
 

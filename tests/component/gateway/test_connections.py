@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
+from gateway.api.http_connection import Starts
 from tests.support.gateway.raw_connection import Raw
 from tests.support.gateway.requests import optim_step
 from tests.support.gateway.running import KEY, running_gateway
@@ -144,3 +145,19 @@ def test_a_closed_connection_leaves_the_memory_without_a_garbage_collection(tmp_
             wait_until(lambda: not left)
         finally:
             gc.enable()
+
+
+def test_health_and_heartbeats_do_not_wait_behind_a_burst(tmp_path, monkeypatch):
+    with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
+        session_id = gate.session_id()
+        waiting = []
+        monkeypatch.setattr(Starts, "begin_request", lambda _starts, start: waiting.append(start))
+        with Raw(gate) as ordinary:
+            ordinary.send(f"GET /api/v1/sessions HTTP/1.1\r\nX-API-Key: {KEY}\r\n\r\n".encode())
+            wait_until(lambda: waiting)
+            for path in HEALTH:
+                assert client.get(f"/api/v1/{path}").status_code == 200
+            assert beat(client, session_id) == 200
+            gate.run(waiting.pop())
+            assert ordinary.answer()[0] == 200
+        assert not waiting
