@@ -15,9 +15,11 @@ from tinker import types
 from tinker.lib import queue_state_logger
 from tinker.lib.public_interfaces.sampling_client import SamplingClient
 
+from gateway.api.tinker import futures
 from gateway.storage.futures.completion_feed import CLIENT_BLOCK
+from gateway.storage.futures.table import FutureTable
 from tandem.wire.v1 import tinker_pb2
-from tests.support.gateway.requests import asample, finish, new_sampler
+from tests.support.gateway.requests import asample, finish, new_sampler, retrieve_future
 from tests.support.gateway.running import KEY, make_model, running_gateway
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -388,6 +390,22 @@ def test_a_long_poll_tells_place_and_age_and_a_pause_its_reason(gate):
         assert reason.startswith("the sampler is at work; ")
         gate.run(engine.gate.set)
         assert all(gate.retrieve(i).is_success for i in ids)
+
+
+def test_long_polls_that_begin_together_end_apart(gate, monkeypatch):
+    timeouts = []
+
+    async def wait(_futures, _future, *, timeout: float) -> None:
+        timeouts.append(timeout)
+
+    with gate.http() as client:
+        request_id = asample(client, new_sampler(gate)).json()["request_id"]
+        gate.retrieve(request_id)
+        monkeypatch.setattr(FutureTable, "wait_for_news", wait)
+        for _ in range(20):
+            assert retrieve_future(client, request_id).status_code == 408
+    assert len(set(timeouts)) == 20
+    assert all(2 / 3 <= each / futures.LONG_POLL <= 1 for each in timeouts)
 
 
 def test_the_sdk_tells_its_user_soon_why_it_waits(tmp_path, caplog, monkeypatch):
