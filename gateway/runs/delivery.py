@@ -95,8 +95,7 @@ class CallDelivery:
         signal = _SIGNALS.get(operation.kind, "compute")
         self._run.timeline.add(signal, seconds=min(reply.seconds, age))
         if isinstance(reply, trainer_pb2.PublishReply) and _is_early(reply, request):
-            if self._run.log is not None and (sent := self._run.log.held(operation.seq_id)):
-                sent.is_early = True
+            self._note_early(call, True)
         else:
             self._note_answered(call, request, reply)
         self._tools.usage.record_reply(
@@ -114,26 +113,45 @@ class CallDelivery:
 
         A trainer that dies meanwhile is replaced, and the replacement publishes again, unless it
         finds the files. Raises the trainer's failure, `OperationTimedOut` or `RunBroken`."""
-        broken, was_early = 0, _is_early(reply, request)
-        while _is_early(reply, request):
-            client = await self._trainer.client()
-            gone = self._trainer.gone
+        if not _is_early(reply, request):
+            return
+        try:
+            reply = await self._durable(call, request, reply)
+        except TandemError as error:
+            reply = trainer_pb2.PublishReply(failure=error.to_failure())
+        self._note_answered(call, request, reply)
+        if reply.HasField("failure"):
+            raise from_failure(reply.failure)
+
+    async def _durable(
+        self, call: Call, request: trainer_pb2.PublishRequest, reply: trainer_pb2.PublishReply
+    ) -> trainer_pb2.PublishReply:
+        broken = 0
+        while True:
+            self._note_early(call, _is_early(reply, request))
+            if not _is_early(reply, request):
+                return reply
             try:
-                reply = await client.await_published(request)
+                if not call.gone.done():
+                    reply = await self._trainer.serving.await_published(request)
+                    continue
             except OperationTimedOut:  # a disk stands still
                 raise
             except (WorkerUnavailable, TandemError) as error:
                 self._log.warning("connection_broke", attempt=broken, reason=describe(error))
-                await asyncio.wait({gone}, timeout=EXIT_REPORT_PATIENCE)
+                await asyncio.wait({call.gone}, timeout=EXIT_REPORT_PATIENCE)
                 broken += 1
-                if not gone.done() and broken >= _DELIVERIES:
-                    self._trainer.lose(client, InternalError(_BREAKS))
-                if gone.done():
-                    reply = await self._answer(call, lambda one: one.stub.Publish, request)
-        if was_early:
-            self._note_answered(call, request, reply)
-        if reply.HasField("failure"):
-            raise from_failure(reply.failure)
+                if not call.gone.done() and broken >= _DELIVERIES:
+                    self._trainer.lose(self._trainer.serving, InternalError(_BREAKS))
+            if call.gone.done():
+                self._note_early(call, False)
+                request.handoff = False  # the engine reads the files
+                reply = await self._answer(call, lambda one: one.stub.Publish, request)
+
+    def _note_early(self, call: Call, early: bool) -> None:
+        log = self._run.log
+        if log is not None and (sent := log.held(call.operation.seq_id)) is not None:
+            sent.is_early = early
 
     async def _answer(self, call: Call, pick: Pick[Request, Reply], request: Request) -> Reply:
         while True:
@@ -158,6 +176,7 @@ class CallDelivery:
                 if not call.begun.done():
                     await asyncio.wait({call.begun, gone}, return_when=asyncio.FIRST_COMPLETED)
                 if call.begun.done():
+                    call.gone = gone
                     return reply
             except WorkerUnavailable as error:
                 self._log.warning("connection_broke", attempt=broken, reason=str(error))

@@ -262,7 +262,8 @@ class Call:
     `is_paused()`: nothing moves until something has started.
     `progress` is the trainer's last report. `wake` is set when the next operation may go.
     `gradients_incomplete` reports a refused forward_backward. `begun` is done when earlier calls
-    are answered. `failed`: the trainer answered with a failure."""
+    are answered. `failed`: the trainer answered with a failure. `gone` is done when the answering
+    trainer has ended."""
 
     operation: Operation
     previous_seq_id: int = -1
@@ -277,6 +278,7 @@ class Call:
     is_paused: Callable[[], bool] = lambda: False
     progress: Progress | None = None
     begun: asyncio.Future[None] = field(default_factory=asyncio.Future)
+    gone: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     def describe(self) -> str:
         """Example: `forward_backward 12: the trainer is at work on it (4,096 of 65,536

@@ -239,35 +239,48 @@ class OperationRunner:
         sampler = sampler_of(run, self._tools)
         sampler.start()
         with self._writing(name := call.operation.version):
-            written = await self._write(call, name, to=sampler)
-            version, handoff = written.version, written.handoff
-            # The files are synced while the engine loads them.
-            published = asyncio.create_task(self._complete(call, written, sampled=True))
+            in_flight = body.kind == "inflight"
+            written = await self._write(call, name, to=sampler, early=not in_flight)
             call.explain = lambda: (
                 "the sampler is loading the new weights" if sampler.serves else sampler.explain()
             )
             call.is_paused = lambda: not sampler.serves
             run.timeline.engines.update(engine.key for engine in sampler.engines)
+            # The files are synced while the engine loads them. If they are lost, nobody loads them.
             try:
-                with run.timeline.during("load"):
-                    await sampler.load(version, in_flight=body.kind == "inflight", handoff=handoff)
-            except asyncio.CancelledError:
-                handoff = None  # the engine may still read, so the trainer frees it later
-                published.cancel()
-                raise
-            finally:
-                if handoff is not None:
-                    await self._release_handoff(name)
-                call.explain, call.waiting_for = None, "the disk is taking the new weights"
-                await published
+                async with asyncio.TaskGroup() as both:
+                    both.create_task(self._complete(call, written, sampled=True))
+                    loading = both.create_task(
+                        self._load_into(sampler, call, written, in_flight=in_flight)
+                    )
+            except ExceptionGroup as failed:
+                raise failed.exceptions[0] from None
+            if (error := loading.result()) is not None:
+                raise error
             assert body.sampling_session_seq_id is not None
             session = await self._tools.sampling.create_ephemeral(
                 session_id=run.session_id,
                 number=body.sampling_session_seq_id,
                 kind=body.kind,
-                version=version,
+                version=written.version,
             )
             return json_result(type="save_weights_for_sampler", sampling_session_id=session.id)
+
+    async def _load_into(
+        self, sampler: Sampler, call: Call, written: _Written, *, in_flight: bool
+    ) -> TandemError | None:
+        """Load a version into a sampler. Returns the error, if any, because the version stays."""
+        version, handoff, failed = written.version, written.handoff, None
+        try:
+            with self._run.timeline.during("load"):
+                await sampler.load(version, in_flight=in_flight, handoff=handoff)
+        except TandemError as error:
+            failed = error
+        # Not after a cancellation: the engine may still read, so the trainer frees it later.
+        if handoff is not None:
+            await self._release_handoff(version.name)
+        call.explain, call.waiting_for = None, "the disk is taking the new weights"
+        return failed
 
     async def _export(self, call: Call, body: SaveWeightsExternal) -> Outcome:
         run = self._run
@@ -312,11 +325,14 @@ class OperationRunner:
         await self._complete(call, written, sampled=sampled, becomes_parent=becomes_parent)
         return written.version
 
-    async def _write(self, call: Call, name: str, *, to: Sampler | None = None) -> _Written:
-        """Let the trainer write a version. `_complete` must follow.
+    async def _write(
+        self, call: Call, name: str, *, to: Sampler | None = None, early: bool = False
+    ) -> _Written:
+        """Let the trainer write a version. `_complete` must follow. An `early` one may not be
+        durable yet.
 
-        A version `to` a sampler may not be durable yet. If the trainer can hand the weights over,
-        the handoff is valid until `_release_handoff`."""
+        If the trainer can hand the weights over `to` a sampler, the handoff is valid until
+        `_release_handoff`."""
         run, path = self._run, self._versions.path_of(name)
         if call.operation.resumed:
             if (published := await self._versions.find(name)) is not None:
@@ -327,7 +343,7 @@ class OperationRunner:
             version=common_pb2.WeightVersion(name=name, path=path, run_id=run.id),
             parent=run.parent,
             handoff=to is not None and self._hands_over(to),
-            early=to is not None,
+            early=early,
         )
         reply = await self._delivery.deliver(call, lambda client: client.stub.Publish, request)
         version = WeightVersion(

@@ -103,13 +103,12 @@ def publish(
             return Published(manifest)
         partial.commit_early(manifest)
         return Published(manifest, lambda: _make_durable(partial, exported, manifest))
-    except ServerError:
-        exported.opened.close()
+    except (ServerError, OSError) as error:
+        if written.done():  # otherwise a file would wait for its hanging writer
+            exported.opened.close()
         partial.discard()
-        raise
-    except OSError as error:
-        exported.opened.close()
-        partial.discard()
+        if isinstance(error, ServerError):
+            raise
         raise storage_error(error, what=request.name, needed=needed) from error
 
 

@@ -85,13 +85,14 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
     return version
 
 
-def published_by(request: VersionRequest) -> Published | None:
+def published_by(request: VersionRequest, *, alone: bool) -> Published | None:
     """Return the version that this operation published before its trainer died, if any.
 
+    A rank that is `alone` may have published it early, so a power failure may have damaged it.
     Raises `StorageFull` or `PublishFailed`."""
     try:
-        # A power failure may have damaged the files of an early publish.
-        manifest = open_version(request.path, threads=_MOST_READERS)
+        # Other ranks wait meanwhile.
+        manifest = open_version(request.path, checksums=alone, threads=_MOST_READERS)
     except LoadFailed:
         return None
     if not request.operation or manifest.operation != request.operation:
@@ -108,7 +109,7 @@ def _remove_torn(request: VersionRequest) -> None:
     """Remove what a power failure left of an early publish of this operation.
 
     Raises `PublishFailed` if another version has the name."""
-    with suppress(OSError, ValidationError):
+    with suppress(FileNotFoundError, ValidationError):
         found = Manifest.model_validate_json(read_record(request.path / MANIFEST_NAME))
         if not request.operation or found.operation != request.operation:
             raise PublishFailed(f"{request.name} exists already, and a version is never rewritten")

@@ -24,6 +24,7 @@ from trainer_service.checkpoints.version_requests import (
     published_by,
 )
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.service.sequence import KEPT_RESULTS
 
 
 class Publisher:
@@ -32,8 +33,8 @@ class Publisher:
     def __init__(self, trainer: RankTrainer) -> None:
         self._trainer = trainer
         self.newest = ""
-        self._early: tuple[str, Future[trainer_pb2.PublishReply]] | None = None
-        """The newest early version's name, and its reply once it is durable."""
+        self._early: dict[str, Future[trainer_pb2.PublishReply]] = {}
+        """The replies of the newest early versions, once they are durable, by name."""
         self._copies: dict[str, KeptCopy] = {}
         """Copies for a sampler: of the newest version until its release, and of older versions
         never released."""
@@ -49,7 +50,7 @@ class Publisher:
         copy: KeptCopy | None = None
         self.release()
         try:
-            published = published_by(version)
+            published = published_by(version, alone=alone)
             if published is None:
                 prepare_publish(version, trainer.backend)
                 whole = trainer.backend.training.lora is None
@@ -63,15 +64,17 @@ class Publisher:
                 copy.close()
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert published is not None
-        self.newest = version.name
+        before, self.newest = self.newest, version.name
         reply = _reply(published, version.path, seconds=time.perf_counter() - began)
         if published.make_durable is not None:
-            self._complete(published.make_durable, reply)
+            self._complete(published.make_durable, reply, before=before)
         if copy is not None and (offered := self._offer(copy)) is not None:
             reply.handoff.CopyFrom(offered)
         return reply
 
-    def _complete(self, make_durable: Callable[[], None], reply: trainer_pb2.PublishReply) -> None:
+    def _complete(
+        self, make_durable: Callable[[], None], reply: trainer_pb2.PublishReply, *, before: str
+    ) -> None:
         name, durable = reply.version.name, trainer_pb2.PublishReply()
         durable.CopyFrom(reply)
         durable.durable = True
@@ -80,11 +83,15 @@ class Publisher:
             try:
                 make_durable()
             except OSError as error:
+                if self.newest == name:
+                    self.newest = before
                 failed = storage_error(error, what=name, needed=reply.bytes)
                 return trainer_pb2.PublishReply(failure=failed.to_failure())
             return durable
 
-        self._early = name, begin(complete)
+        self._early[name] = begin(complete)
+        for old in list(self._early)[:-KEPT_RESULTS]:
+            del self._early[old]
 
     def await_published(
         self, request: trainer_pb2.PublishRequest
@@ -92,13 +99,13 @@ class Publisher:
         """Return the reply of a version that is durable or has failed, from any thread.
 
         A trainer that has not written the version reads it from the disk."""
-        if self._early is not None and self._early[0] == request.version.name:
-            return self._early[1]
+        if (durable := self._early.get(request.version.name)) is not None:
+            return durable
         version = VersionRequest.from_message(request, step=0)
 
         def find() -> trainer_pb2.PublishReply:
             try:
-                if (found := published_by(version)) is None:
+                if (found := published_by(version, alone=True)) is None:
                     raise PublishFailed(f"{version.name} was not published. Publish again")
             except TandemError as error:
                 return trainer_pb2.PublishReply(failure=error.to_failure())

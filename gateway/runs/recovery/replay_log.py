@@ -266,7 +266,8 @@ class ReplayLog:
     def calls_after(self, snapshot: Snapshot) -> list[SentCall]:
         """Return the calls, in order, for a trainer that has loaded the snapshot."""
         calls = (self._calls[seq_id] for seq_id in sorted(self._calls))
-        return [c for c in calls if snapshot.seq_id < c.seq_id <= self._answered]
+        newer = [c for c in calls if snapshot.seq_id < c.seq_id <= self._answered]
+        return [call for call in newer if call.changes_state]
 
     def answered_up_to(self, snapshot: Snapshot) -> int:
         """Return the newest `seq_id` covered by the snapshot and `calls_after`."""

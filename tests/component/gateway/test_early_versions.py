@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from tandem.errors import PublishFailed
 from tests.support.gateway.fake_launcher import FakeLauncher
 from tests.support.gateway.fake_sampler import FakeSampler
-from tests.support.gateway.fake_trainer import FakeTrainer, after
+from tests.support.gateway.fake_trainer import FakeTrainer, after, die
 from tests.support.gateway.requests import asample, why_waiting
 from tests.support.gateway.runs import SELDOM, Run, train, undisturbed
 from tests.support.waiting import wait_until
@@ -107,3 +109,38 @@ def test_a_sync_that_fails_is_told_and_training_goes_on(start):
         run.newest.disk_error = None
         assert gate.retrieve(publish(run, 4)).status_code == 200
         train(run, 3)
+
+
+def test_a_failed_sync_does_not_wait_for_the_engine(start):
+    with start(recovery=SELDOM) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        assert gate.retrieve(publish(run, 3)).status_code == 200
+        engine = gate.worker("sampler")[1]
+        gate.run(lambda: engine.slow_loads.update({2: asyncio.Event()}))
+        run.newest.disk_error = PublishFailed("the disk failed; publish again")
+        operation = publish(run, 4)
+        run.step(5)
+        assert "the disk failed" in str(gate.retrieve(operation).json())
+        run.outcome(5)
+
+
+def test_a_trainer_that_dies_right_after_its_early_answer_is_asked_again(start):
+    class Dies(FakeTrainer):
+        """Its first process ends when it is asked for the sync."""
+
+        async def AwaitPublished(self, request, context):
+            if len(self.launcher.trainers) == 1:
+                await die(self, "it was killed by SIGKILL")
+            return await super().AwaitPublished(request, context)
+
+    with start(recovery=SELDOM, launcher=FakeLauncher(Dies)) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        operation = publish(run, 3)
+        run.backward(4)
+        run.step(5)
+        assert gate.retrieve(operation).status_code == 200
+        run.outcome(5)
+        assert [kind for kind, seq in run.newest.applied if seq == 3] == ["publish"]
+        assert run.newest.history == history()
