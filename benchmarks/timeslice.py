@@ -5,7 +5,8 @@ experiments do a number of steps one after the other, and then as many at once. 
 makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bounds
 set by the busier group and by all processes on all cores, the times of switches, and the device
 seconds of the owner with most of them over those of the owner with fewest. These are reported for
-the experiments in a row, too, because equal work differs by then already."""
+the experiments in a row, too, because equal work differs by then already. `others` are the cores
+that other programs used meanwhile."""
 
 from __future__ import annotations
 
@@ -109,15 +110,22 @@ def _busy(stack: Stack) -> dict[str, float]:
     return found
 
 
+def _busy_cores() -> float:
+    """Return the processor seconds of the whole machine since its start."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait - times.guest - times.guest_nice)
+
+
 def _timed(stack: Stack, work: Callable[[], None]) -> dict[str, float]:
-    before, began = _busy(stack), time.perf_counter()
+    before, machine, began = _busy(stack), _busy_cores(), time.perf_counter()
     work()
-    seconds = time.perf_counter() - began
+    seconds, machine = time.perf_counter() - began, _busy_cores() - machine
     after = _busy(stack)
     used = {kind: after[kind] - before[kind] for kind in after}
     both = {kind: used[kind] for kind in ("trainer", "sampler")}
     duty = {kind: round(value / seconds, 3) for kind, value in both.items()}
-    return {"seconds": seconds, **duty, "busiest": max(both.values()), "all": used["all"]}
+    busiest, others = max(both.values()), round((machine - used["all"]) / seconds, 3)
+    return {"seconds": seconds, **duty, "busiest": busiest, "all": used["all"], "others": others}
 
 
 def in_a_row(experiments: Sequence[Experiment], steps: int) -> None:
