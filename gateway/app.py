@@ -95,11 +95,14 @@ _SUPERSEDED = (
 _TICK = 0.1
 _DRAIN_POLL = 0.005
 """Seconds between two looks for unfinished answers."""
-_COLLECTIONS = (2_000, 5, 6_000)
+_COLLECTIONS = (2_000, 5, 1_000_000)
 """Thresholds of the garbage collector's three generations. A burst of requests keeps many objects
-alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s. A full
-one takes 0.6 s for a million objects. With the ticks' collections, ten minutes are between two."""
-
+alive, and a frequent second collection of 100,000 objects stopped the event loop for 0.15 s. A tick
+decides about the third one."""
+_FULL_COLLECTION, _LATEST_FULL_COLLECTION = 300, 6_000
+"""Second collections until a full one, which takes 0.6 s for a million objects, usually and while
+many samples wait. There are ten in a second then."""
+_MANY_SAMPLES = 1_000
 
 ROUTERS = (
     futures.router,
@@ -364,10 +367,18 @@ class GatewayServer(uvicorn.Server):
         """Called ten times a second."""
         self._malformed.write()
         if gc.isenabled():
+            self._collect_garbage()
+        return await super().on_tick(counter)
+
+    def _collect_garbage(self) -> None:
+        state = cast(FastAPI, self.config.app).state
+        many = hasattr(state, "gateway") and self.gateway.limits.samples.total > _MANY_SAMPLES
+        if many:
             # The collector counts new objects less freed ones. While many requests end, it would
             # wait for half a million new ones, and then stop the loop for 0.3 s.
             gc.collect(1)
-        return await super().on_tick(counter)
+        if gc.get_count()[2] >= (_LATEST_FULL_COLLECTION if many else _FULL_COLLECTION):
+            gc.collect()
 
     def _announce(self) -> None:
         pid = os.getpid()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 
+import pytest
+
+from gateway import app
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
 MANY = 300_000
 
 
-def test_few_objects_are_young_although_as_many_old_ones_are_freed(tmp_path):
+def test_few_objects_are_young_although_as_many_old_ones_are_freed(tmp_path, monkeypatch):
+    monkeypatch.setattr(app, "_MANY_SAMPLES", -1)
     with running_gateway(tmp_path):
         old = [[] for _ in range(MANY)]
         gc.collect()
@@ -19,3 +23,16 @@ def test_few_objects_are_young_although_as_many_old_ones_are_freed(tmp_path):
             old.pop()
             new.append([])
         wait_until(lambda: len(gc.get_objects(generation=0)) < MANY / 10)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_full_collection_comes_later_while_many_samples_wait(tmp_path, monkeypatch, many):
+    monkeypatch.setattr(app, "_MANY_SAMPLES", -1 if many else 1)
+    monkeypatch.setattr(app, "_FULL_COLLECTION", 3)
+    with running_gateway(tmp_path):
+        before = gc.get_stats()[2]["collections"]
+        wait_until(lambda: gc.collect(1) or gc.get_count()[2] > 3 or not many)
+        if many:
+            assert gc.get_stats()[2]["collections"] == before
+            monkeypatch.setattr(app, "_LATEST_FULL_COLLECTION", 3)
+        wait_until(lambda: gc.collect(1) or gc.get_stats()[2]["collections"] > before)
