@@ -209,7 +209,7 @@ def _write_files(
 
 
 def _make_durable(partial: PartialVersion, exported: _Exported, manifest: Manifest) -> None:
-    """Sync the version of an early publish. Raises `OSError`; the version is gone then."""
+    """Sync the version of an early publish. After an `OSError`, the version is gone."""
     opened = {file.name: file for file, _ in exported.files}
 
     def sync(name: str) -> None:

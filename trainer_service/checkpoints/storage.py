@@ -132,7 +132,7 @@ class HashedFile:
         self._file.flush()
 
     def show(self) -> None:
-        """Let all hosts read what was written, before it is durable. The file stays open.
+        """Let all hosts read the written bytes before they are durable. The file stays open.
 
         An NFS client sends its pages to the server when any descriptor of a file is closed."""
         self._file.flush()

@@ -55,7 +55,7 @@ def bytes_needed(backend: TrainerBackend) -> int:
 @dataclass(frozen=True)
 class Published:
     """A version that others can read. `make_durable` makes it survive a power failure, if it does
-    not yet. Raises `OSError`; the version is gone then."""
+    not yet. After its `OSError`, the version is gone."""
 
     manifest: Manifest
     make_durable: Callable[[], None] | None = None
@@ -106,7 +106,7 @@ def published_by(request: VersionRequest, *, alone: bool) -> Published | None:
 
 
 def _remove_torn(request: VersionRequest) -> None:
-    """Remove what a power failure left of an early publish of this operation.
+    """Remove the folder of this operation's early publish that a power failure damaged.
 
     Raises `PublishFailed` if another version has the name."""
     with suppress(FileNotFoundError, ValidationError):

@@ -1,4 +1,4 @@
-"""A call of forward_backward, whose batch is read while the engine thread computes earlier ones."""
+"""A call of forward_backward. Its batch is read while the engine thread computes earlier ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 class BatchCall:
-    """`read` is the batch, set when its reading begins. `reply` is set by a joint pass; without
-    one, the batch is computed alone."""
+    """`read` is the batch, set when its reading begins. A joint pass sets `reply`. Without it, the
+    batch is computed alone."""
 
     def __init__(self, request: trainer_pb2.ForwardBackwardRequest) -> None:
         self.request = request
