@@ -29,12 +29,12 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
-import httpx
 import numpy as np
 import psutil
 
 from benchmarks.raw_http import Connection
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
+from tandem.protocol.own_machine import http_client
 from tandem.stack import Endpoint, read_endpoint
 from tandem.wire.v1 import tinker_pb2
 from tests.support.processes import end_at_signal
@@ -421,7 +421,8 @@ def measure(*, requests: int, hold: float, keep: Path | None) -> dict[str, objec
         for process in processes:
             process.join()
         received = json.loads((work / "received.json").read_text())
-        metrics = httpx.get(f"{endpoint.url}/metrics").text
+        with http_client(endpoint.url) as http:
+            metrics = http.get("metrics").text
     outcomes: Counter[str] = sum((counts for counts, _ in ended), Counter())
     counted = re.search(r'^tandem_gateway_samples_total\{outcome="done"\} (\S+)', metrics, re.M)
     tokens = re.search(r"^tandem_gateway_sampled_tokens_total (\S+)", metrics, re.M)
