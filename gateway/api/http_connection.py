@@ -44,9 +44,9 @@ _RESERVE = 1024
 VITAL = frozenset({"/api/v1/healthz", "/api/v1/readyz", "/api/v1/session_heartbeat"})
 """Cheap requests that keep the gateway and its clients from being taken for dead."""
 
-STARTS = 8
-"""Requests that begin in one turn of the event loop, without `VITAL` ones. A burst of thousands
-would make one turn of seconds."""
+STARTS, VITAL_STARTS = 8, 64
+"""Requests, and `VITAL` ones beside them, that begin in one turn of the event loop. A burst of
+thousands would make one turn of seconds."""
 
 GRACEFUL_SECONDS = 5
 """Seconds that a stop waits for answers. Unread answers are cut off a second earlier."""
@@ -56,28 +56,34 @@ Deadline = Literal["header", "write", "linger", "stop"]
 
 class Starts:
     """Begins requests in order, at most `STARTS` in one turn of the event loop. New connections and
-    `VITAL` requests get their turn between two parts of a burst."""
+    `VITAL` requests get their turn between two parts of a burst. A request whose connection closes
+    before its turn never begins."""
 
     def __init__(self) -> None:
-        self._left = STARTS
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._left, self._vital_left = STARTS, VITAL_STARTS
+        self._waiting: deque[tuple[RequestResponseCycle, Callable[[], None]]] = deque()
         self._next_turn: asyncio.Handle | None = None
         self._context = contextvars.copy_context()  # not that of a request
 
-    def begin_request(self, start: Callable[[], None]) -> None:
-        if self._left:
+    def begin_request(self, cycle: RequestResponseCycle, start: Callable[[], None]) -> None:
+        if self._vital_left and cycle.scope["path"] in VITAL:
+            self._vital_left -= 1
+            start()
+        elif self._left:
             self._left -= 1
             start()
         else:
-            self._waiting.append(start)
+            self._waiting.append((cycle, start))
         if self._next_turn is None:
             loop = asyncio.get_running_loop()
             self._next_turn = loop.call_soon(self._continue, context=self._context)
 
     def _continue(self) -> None:
-        self._next_turn, self._left = None, STARTS
-        for _ in range(min(self._left, len(self._waiting))):
-            self.begin_request(self._waiting.popleft())
+        self._next_turn, self._left, self._vital_left = None, STARTS, VITAL_STARTS
+        while self._left and self._waiting:
+            cycle, start = self._waiting.popleft()
+            if not cycle.disconnected:
+                self.begin_request(cycle, start)
 
 
 class Connections:
@@ -267,10 +273,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._answering = cycle
         start = partial(super()._start_asgi_task, cycle, app)
-        if cycle.scope["path"] in VITAL:
-            start()
-        else:
-            self._all.starts.begin_request(start)
+        self._all.starts.begin_request(cycle, start)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

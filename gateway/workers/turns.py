@@ -38,6 +38,8 @@ _SWITCHES_PER_QUANTUM = 10
 """A quantum is at least ten switches, so that busy workers spend a tenth of it on them."""
 _STEPS_PER_QUANTUM = 1.5
 """The length of a step varies, so a quantum is longer than the last one."""
+_SHARE_OF_WAIT = 0.25
+"""The longest quantum for steps, as a share of the longest wait."""
 
 
 def take_turns(decision: Decision, group: WorkerGroup) -> None:
@@ -251,8 +253,9 @@ def _yields_at(overview: Overview, row: WorkerRow, waiting: Sequence[WorkerRow])
     demand, settings = overview.demand_of(row), overview.settings
     switch = overview.switch_seconds.get(row.group, 0.0)
     patience, least = max(ROUND_TRIP, switch), _SWITCHES_PER_QUANTUM * switch
-    step = min(demand.step_seconds, overview.demand_of(waiting[0]).step_seconds)
-    quantum = max(settings.quantum, least, _STEPS_PER_QUANTUM * step)
+    step = min(overview.demand_of(each).step_seconds for each in (row, *waiting))
+    steps = min(_STEPS_PER_QUANTUM * step, _SHARE_OF_WAIT * settings.max_wait)
+    quantum = max(settings.quantum, least, steps)
     at = math.inf if demand.open_step else row.since + quantum
     if not demand.uses:
         idle_since = max(demand.idle_since, row.since)

@@ -244,8 +244,10 @@ class _OfLogits(torch.autograd.Function):  # type: ignore[misc]
         logits, targets, largest, log_sum, logprobs = ctx.saved_tensors
         total = gradient.sum(-1, keepdim=True)
         found = ctx.code.gradient(logits.detach(), largest, log_sum, -total)
-        equal = targets[:, :, None] == targets[:, None, :]  # a token may be several targets
-        at_targets = (equal * gradient[:, None, :]).sum(-1) - logprobs.exp() * total
+        at_targets = -logprobs.exp() * total
+        for place in range(targets.shape[-1]):  # a token may be several targets
+            equal = targets == targets[:, place : place + 1]
+            at_targets += equal * gradient[:, place : place + 1]
         return None, found.scatter_(-1, targets, at_targets.to(found.dtype)), None
 
 

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 import httpx
 import pytest
 
+from gateway.api import http_connection
 from gateway.api.http_connection import Starts
 from tests.support.gateway.raw_connection import Raw
 from tests.support.gateway.requests import optim_step
@@ -148,16 +149,24 @@ def test_a_closed_connection_leaves_the_memory_without_a_garbage_collection(tmp_
 
 
 def test_health_and_heartbeats_do_not_wait_behind_a_burst(tmp_path, monkeypatch):
+    queues, begin = [], Starts.begin_request
+
+    def noted(starts, cycle, start) -> None:
+        queues.append(starts)
+        begin(starts, cycle, start)
+
+    monkeypatch.setattr(Starts, "begin_request", noted)
     with running_gateway(tmp_path, session_ttl=600) as gate, gate.http() as client:
         session_id = gate.session_id()
-        waiting = []
-        monkeypatch.setattr(Starts, "begin_request", lambda _starts, start: waiting.append(start))
-        with Raw(gate) as ordinary:
+        with monkeypatch.context() as patch, Raw(gate) as ordinary:
+            patch.setattr(http_connection, "STARTS", 0)
+            assert client.get("/api/v1/healthz").status_code == 200  # no turn after it has room
             ordinary.send(f"GET /api/v1/sessions HTTP/1.1\r\nX-API-Key: {KEY}\r\n\r\n".encode())
-            wait_until(lambda: waiting)
+            wait_until(lambda: queues[0]._waiting)
             for path in HEALTH:
                 assert client.get(f"/api/v1/{path}").status_code == 200
             assert beat(client, session_id) == 200
-            gate.run(waiting.pop())
+            assert queues[0]._waiting
+            patch.undo()
+            assert client.get("/api/v1/healthz").status_code == 200
             assert ordinary.answer()[0] == 200
-        assert not waiting
