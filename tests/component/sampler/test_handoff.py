@@ -48,7 +48,7 @@ def test_what_is_handed_over_is_served_as_the_files_are(
     assert not loaded.HasField("failure") and loaded.handed_off and not loaded.handoff_failure
     assert loaded.bytes == reply.bytes and loaded.canary_difference < 1e-4
     assert not mapped(either)
-    trainer.release(version.name)
+    trainer.publisher.release(version.name)
     assert memory_files() == 0
     file.write_bytes(content)
 
@@ -74,7 +74,7 @@ def test_whatever_is_wrong_with_it_is_noticed_and_the_files_are_read(
         return loaded.handoff_failure
 
     def alter(handoff: common_pb2.Handoff) -> None:
-        copy = trainer._copies[handoff.name]
+        copy = trainer.publisher._copies[handoff.name]
         copy._memory.bytes[handoff.tensors[3].offset + 1] ^= 1
 
     def exchange(handoff: common_pb2.Handoff) -> None:
@@ -85,10 +85,12 @@ def test_whatever_is_wrong_with_it_is_noticed_and_the_files_are_read(
 
     assert "other numbers" in why_not("altered", alter)
     assert "the engine's logprobs differ" in why_not("exchanged", exchange)
-    assert "trainer's memory" in why_not("gone", lambda handoff: trainer.release(handoff.name))
+    assert "trainer's memory" in why_not(
+        "gone", lambda handoff: trainer.publisher.release(handoff.name)
+    )
     assert "lacks" in why_not("fewer", lambda handoff: handoff.tensors.pop() and None)
     assert "in bfloat16" in why_not("type", lambda handoff: setattr(handoff, "dtype", "bfloat16"))
     assert "handed over, not" in why_not("other", lambda handoff: setattr(handoff, "name", "v0"))
-    trainer.release()
+    trainer.publisher.release()
     assert memory_files() == 0
     either.sample(PROMPT, version=either.base)
