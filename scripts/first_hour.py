@@ -107,7 +107,7 @@ class Hour:
         self.steps: list[tuple[str, float]] = []
         self.started: list[subprocess.Popen[str]] = []
         kept = ("TANDEM_BUILD",)
-        prefixes = ("TANDEM_", "TINKER_", "PYTHONPATH", "VIRTUAL_ENV", "MAKE")
+        prefixes = ("TANDEM_", "TINKER_", "PYTHONPATH", "VIRTUAL_ENV", "MAKE", "MFLAGS", "ARGS")
         self.env = {k: v for k, v in os.environ.items() if k in kept or not k.startswith(prefixes)}
         if fresh:
             self.env |= {"UV_CACHE_DIR": f"{folder}/uv", "PIP_CACHE_DIR": f"{folder}/pip"}
