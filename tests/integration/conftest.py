@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ def _nothing_is_left_running() -> Iterator[None]:
     yield
     del os.environ["TANDEM_TEST_SESSION_MARK"]
     try:
+        gc.collect()  # ends processes of garbage; a gateway in this process collects it rarely
         wait_until(lambda: not _left(mark), what="every process of the tests has ended")
     except AssertionError as error:
         raise AssertionError(f"{error}: {_left(mark)}") from None
