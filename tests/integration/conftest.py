@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -27,15 +26,15 @@ def _nothing_is_left_running() -> Iterator[None]:
     yield
     del os.environ["TANDEM_TEST_SESSION_MARK"]
     try:
-        gc.collect()  # ends processes of garbage; a gateway in this process collects it rarely
         wait_until(lambda: not _left(mark), what="every process of the tests has ended")
     except AssertionError as error:
         raise AssertionError(f"{error}: {_left(mark)}") from None
 
 
 def _left(mark: str) -> list[Process]:
-    """Without the process that multiprocessing keeps until the tests end."""
-    return [each for each in marked(mark) if "multiprocessing.resource_tracker" not in each.command]
+    """Without processes that end with this one: multiprocessing's, and those of losses."""
+    own = ("multiprocessing.resource_tracker", "tandem.custom_losses.process")
+    return [each for each in marked(mark) if not any(name in each.command for name in own)]
 
 
 @pytest.fixture(scope="session")
