@@ -339,9 +339,12 @@ def running(work: Path) -> Iterator[tuple[Endpoint, psutil.Process]]:
         gateway.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
             gateway.wait(60)
-        gateway.kill()
         agent.terminate()
-        agent.wait(60)
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(60)
+        for each in (gateway, agent):
+            each.kill()
+            each.wait()
 
 
 def _memory(process: psutil.Process) -> dict[str, int]:
@@ -419,7 +422,7 @@ def measure(*, requests: int, hold: float, keep: Path | None) -> dict[str, objec
         done.set()
         ((healthz, beats, missed, stepped),) = expect("others", 1)
         for process in processes:
-            process.join()
+            process.join(_PATIENCE)
         received = json.loads((work / "received.json").read_text())
         with http_client(endpoint.url) as http:
             metrics = http.get("metrics").text
@@ -469,6 +472,7 @@ def measure_checkout(checkout: Path, *, requests: int, hold: float) -> dict[str,
         env=environment,
         stdout=subprocess.PIPE,
         check=True,
+        timeout=4 * _PATIENCE,
     )
     row: dict[str, object] = json.loads(done.stdout)
     return row

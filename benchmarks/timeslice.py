@@ -1,12 +1,12 @@
 """`make bench-timeslice`: experiments that share devices in turns, beside the same ones in a row.
 
 Each experiment spends about equal time sampling and training, on one core each. In each round, the
-experiments do a number of steps one after the other, and then as many at once. Reported are the
-makespans, each group's duty cycle (processor seconds of its workers over the makespan), the bounds
-set by the busier group and by all processes on all cores, the times of switches, and the device
-seconds of the owner with most of them over those of the owner with fewest. These are reported for
-the experiments in a row, too, because equal work differs by then already. `others` are the cores
-that other programs used meanwhile."""
+experiments do a number of steps one after the other, and then as many at once.
+
+It reports the makespans, and each group's duty cycle: processor seconds of its workers over the
+makespan. The busier group and all processes on all cores each set a bound. Fairness is the device
+seconds of the owner with most of them over those of the owner with fewest, also for the experiments
+in a row, because equal work differs by then already. `others` are the cores of other programs."""
 
 from __future__ import annotations
 

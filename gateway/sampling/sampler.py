@@ -181,7 +181,8 @@ class Sampler:
         try:
             outcome = await self._draw(sample)
         except TandemError as error:
-            outcome = error
+            # The traceback holds this frame, and with it the prompt, until a rare full collection.
+            outcome = error.with_traceback(None)
         except Exception as error:  # noqa: BLE001 - a fault of ours must not hang the client
             self._log.exception("sample_failed", request_id=sample.future.request_id)
             outcome = InternalError(f"{type(error).__name__} in the gateway; see its log")

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from gateway.workers.adapters import Moved
 from gateway.workers.overview import Demand, WorkerBytes
 from gateway.workers.steps import SleepPlan
-from gateway.workers.turns import ROUND_TRIP
 
 _SECOND_WAIT = 0.5
 _JITTER = 0.2
@@ -42,8 +41,8 @@ class WorkerCalls:
 
     `open_steps` names the callers whose gradients wait for a step. `busy_seconds` is the time with
     calls since the worker woke, and `used_seconds` the time in all. Neither counts running
-    calls. After a pause of more than `patience` seconds, a call begins another step. The present
-    step has taken `present_seconds` of work."""
+    calls. The last step took `step_seconds` of work, and the present one `present_seconds` so
+    far."""
 
     clock: Callable[[], float]
     backoff: Backoff = field(default_factory=Backoff)
@@ -55,7 +54,6 @@ class WorkerCalls:
     busy_since: float = 0.0
     busy_seconds: float = 0.0
     used_seconds: float = 0.0
-    patience: float = ROUND_TRIP
     step_seconds: float = 0.0
     present_seconds: float = 0.0
     idle_since: float = 0.0
@@ -90,11 +88,13 @@ class WorkerCalls:
 
     # --- Calls --------------------------------------------------------------------------------
 
-    def note_arrival(self) -> None:
-        """Note a call. A step is as long as its predecessor's half at least, because a worker may
-        also have short ones."""
+    def note_arrival(self, *, patience: float) -> None:
+        """Note a call. After a pause of more than `patience` seconds, it begins another step.
+
+        A step counts as half of its predecessor at least, because a worker may also have short
+        ones."""
         paused = not self.uses and not self.waiting and not self.open_steps
-        if paused and self.present_seconds and self.clock() - self.idle_since > self.patience:
+        if paused and self.present_seconds and self.clock() - self.idle_since > patience:
             self.step_seconds = max(self.present_seconds, self.step_seconds / 2)
             self.present_seconds = 0.0
 
@@ -127,7 +127,6 @@ class WorkerCalls:
 
     def wait(self) -> asyncio.Future[None]:
         """Return a future that is done when a call may begin."""
-        self.note_arrival()
         if not self.waiting:
             self.waiting_since = self.clock()
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

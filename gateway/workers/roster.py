@@ -261,11 +261,15 @@ class Roster:
     def _weight(self, owner: str) -> float:
         return self.settings.weights.get(owner, 1.0)
 
+    def note_arrival(self, row: WorkerRow) -> None:
+        """Note a call, which may begin another step."""
+        patience = max(ROUND_TRIP, self._switch_seconds.get(row.group, 0.0))
+        self.calls_of(row.key).note_arrival(patience=patience)
+
     def note_switch(self, row: WorkerRow, direction: str, seconds: float, moved: int) -> None:
         """Note the seconds of a sleep or a wake. A switch consists of both."""
         before = self._switch_seconds.get(row.group, 0.0)
-        recent = self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
-        self.calls_of(row.key).patience = max(ROUND_TRIP, recent)
+        self._switch_seconds[row.group] = before + _RECENT * (2 * seconds - before)
         self.switches[row.group] += 1
         if self.metrics is not None:
             self.metrics.note_switch(row, direction, seconds, moved)

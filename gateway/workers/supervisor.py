@@ -125,8 +125,8 @@ class Supervisor(Holdings):
             if row is None or row.ends_as == "gone":
                 raise WorkerDied(f"worker {key} was released")
             calls = self.roster.calls_of(key)
+            self.roster.note_arrival(row)
             if self._is_awake(row, calls):
-                calls.note_arrival()
                 calls.begin_use()
                 return row, calls
             await self._wait(row, calls)

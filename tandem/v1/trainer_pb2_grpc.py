@@ -184,7 +184,7 @@ class TrainerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AwaitPublished(self, request, context):
-        """Answers an early Publish once its files are durable. A failure: the version does not exist.
+        """Answers once the files of an early Publish are durable. A failure: the version is gone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

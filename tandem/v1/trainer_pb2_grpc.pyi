@@ -455,7 +455,7 @@ class TrainerStub(typing.Generic[_TrainerAddRunType, _TrainerRemoveRunType, _Tra
     """Writes the current weights as a new weight version."""
 
     AwaitPublished: _TrainerAwaitPublishedType
-    """Answers an early Publish once its files are durable. A failure: the version does not exist."""
+    """Answers once the files of an early Publish are durable. A failure: the version is gone."""
 
     Release: _TrainerReleaseType
     """Frees a version's copy for a sampler. Answers at once."""
@@ -628,7 +628,7 @@ class TrainerServicer(metaclass=abc.ABCMeta):
         request: tandem.v1.trainer_pb2.PublishRequest,
         context: _ServicerContext,
     ) -> typing.Union[tandem.v1.trainer_pb2.PublishReply, collections.abc.Awaitable[tandem.v1.trainer_pb2.PublishReply]]:
-        """Answers an early Publish once its files are durable. A failure: the version does not exist."""
+        """Answers once the files of an early Publish are durable. A failure: the version is gone."""
 
     @abc.abstractmethod
     def Release(

@@ -174,13 +174,24 @@ class PartialVersion:
     def make_durable(self, syncs: Iterable[Callable[[], None]]) -> None:
         """Complete `commit_early` by the `syncs` of the files, and those of manifest and names.
 
-        After an `OSError`, the version is gone."""
-        try:
-            names = [self.final / MANIFEST_NAME, self.final, *self.final.parents[:3]]
-            sync_at_once([*syncs, *(partial(fsync_path, each) for each in names)])
-        except OSError:
+        After an `OSError`, the version is gone. Its manifest goes first, before the other syncs
+        end: if this process is killed then, another one does not take the version for whole."""
+        manifest, failed = self.final / MANIFEST_NAME, list[OSError]()
+
+        def sync(each: Callable[[], None]) -> None:
+            try:
+                each()
+            except OSError as error:
+                failed.append(error)
+                manifest.unlink(missing_ok=True)
+
+        every: list[Callable[[], None]] = [*syncs]
+        names = [manifest, self.final, *self.final.parents[:3]]
+        every += [partial(fsync_path, name) for name in names]
+        sync_at_once([partial(sync, each) for each in every])
+        if failed:
             shutil.rmtree(self.final, ignore_errors=True)
-            raise
+            raise failed[0]
 
     def _write_manifest(self, manifest: Manifest) -> Path:
         file = self.path / MANIFEST_NAME

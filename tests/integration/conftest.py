@@ -32,9 +32,14 @@ def _nothing_is_left_running() -> Iterator[None]:
 
 
 def _left(mark: str) -> list[Process]:
-    """Without processes that end with this one: multiprocessing's, and those of losses."""
-    own = ("multiprocessing.resource_tracker", "tandem.custom_losses.process")
-    return [each for each in marked(mark) if not any(name in each.command for name in own)]
+    """Without processes that this one keeps until it ends: multiprocessing's, and that of custom
+    losses, which trainers in this process share."""
+    return [
+        each
+        for each in marked(mark)
+        if "multiprocessing.resource_tracker" not in each.command
+        and not (each.parent == os.getpid() and "tandem.custom_losses.process" in each.command)
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ from pathlib import Path
 @dataclass(frozen=True)
 class Process:
     pid: int
+    parent: int
     group: int
     command: str
 
@@ -42,7 +43,8 @@ def marked(mark: str) -> list[Process]:
         except OSError:  # it has ended, or is not ours
             continue
         if stat[0] not in "ZX":
-            found.append(Process(pid=int(folder.name), group=int(stat[2]), command=command))
+            parent, group = int(stat[1]), int(stat[2])
+            found.append(Process(int(folder.name), parent, group, command))
     return found
 
 

@@ -96,22 +96,13 @@ class Publisher:
     def await_published(
         self, request: trainer_pb2.PublishRequest
     ) -> Future[trainer_pb2.PublishReply]:
-        """Return the reply of a version that is durable or has failed, from any thread.
-
-        A trainer that has not written the version reads it from the disk."""
+        """Return an early version's reply, once it is durable or has failed. From any thread."""
         if (durable := self._early.get(request.version.name)) is not None:
             return durable
-        version = VersionRequest.from_message(request, step=0)
-
-        def find() -> trainer_pb2.PublishReply:
-            try:
-                if (found := published_by(version, alone=True)) is None:
-                    raise PublishFailed(f"{version.name} was not published. Publish again")
-            except TandemError as error:
-                return trainer_pb2.PublishReply(failure=error.to_failure())
-            return _reply(found, version.path)
-
-        return begin(find)
+        unknown: Future[trainer_pb2.PublishReply] = Future()
+        error = PublishFailed(f"this trainer has not published {request.version.name} early")
+        unknown.set_result(trainer_pb2.PublishReply(failure=error.to_failure()))
+        return unknown
 
     def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
         self._copies[copy.name] = copy
@@ -130,7 +121,7 @@ class Publisher:
                     self._copies.pop(copy.name).close()
 
 
-def _reply(published: Published, path: Path, *, seconds: float = 0.0) -> trainer_pb2.PublishReply:
+def _reply(published: Published, path: Path, *, seconds: float) -> trainer_pb2.PublishReply:
     manifest = published.manifest
     return trainer_pb2.PublishReply(
         version=common_pb2.WeightVersion(

@@ -7,6 +7,9 @@ import gc
 import pytest
 
 from gateway import app
+from gateway.sampling.sampler import SampleCall
+from tandem.errors import PublishFailed
+from tests.support.gateway.requests import asample, new_sampler
 from tests.support.gateway.running import running_gateway
 from tests.support.waiting import wait_until
 
@@ -36,3 +39,18 @@ def test_a_full_collection_comes_later_while_many_samples_wait(tmp_path, monkeyp
             assert gc.get_stats()[2]["collections"] == before
             monkeypatch.setattr(app, "_LATEST_FULL_COLLECTION", 3)
         wait_until(lambda: gc.collect(1) or gc.get_stats()[2]["collections"] > before)
+
+
+def test_a_failed_sample_is_freed_without_a_collection(tmp_path):
+    with running_gateway(tmp_path) as gate, gate.http() as client:
+        sampler = new_sampler(gate)
+        gate.retrieve(asample(client, sampler).json()["request_id"])
+        gate.worker("sampler")[1].sample_error = PublishFailed("it failed")
+        gc.collect()
+        gc.disable()
+        try:
+            request_id = asample(client, sampler, 1).json()["request_id"]
+            assert "it failed" in str(gate.retrieve(request_id).json())
+            wait_until(lambda: not [o for o in gc.get_objects() if isinstance(o, SampleCall)])
+        finally:
+            gc.enable()

@@ -37,13 +37,22 @@ def publish(run: Run, seq_id: int) -> str:
     return f"{run.id}:{seq_id}"
 
 
+def begin(run: Run) -> str:
+    """Train a step, publish, and send another step. Return the publish's id."""
+    train(run, 1)
+    operation = publish(run, 3)
+    run.backward(4)
+    run.step(5)
+    return operation
+
+
 def loaded(gate) -> list[str]:
     workers = gate.launcher.servicers.values()
     return [name for each in workers if isinstance(each, FakeSampler) for name in each.loaded]
 
 
 def history() -> str:
-    """Of a step, a publish and a step."""
+    """A trainer's history after `begin`."""
     return after(after(undisturbed(1), "forward_backward", 4), "optim_step", 5)
 
 
@@ -67,10 +76,7 @@ def test_an_engine_loads_while_files_are_synced_and_the_operation_ends_after_bot
 def test_a_trainer_that_dies_before_the_sync_is_followed_by_one_that_publishes_again(start):
     with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
         run = Run.new(gate)
-        train(run, 1)
-        operation = publish(run, 3)
-        run.backward(4)
-        run.step(5)
+        operation = begin(run)
         wait_until(lambda: ("optim_step", 5) in run.newest.applied)
         run.die()
         assert gate.retrieve(operation).status_code == 200
@@ -81,13 +87,9 @@ def test_a_trainer_that_dies_before_the_sync_is_followed_by_one_that_publishes_a
 
 
 def test_the_next_gateway_publishes_again_what_was_not_durable(start):
-    launcher = slow_launcher()
-    with start(recovery=SELDOM, launcher=launcher) as gate:
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
         run = Run.new(gate)
-        train(run, 1)
-        operation = publish(run, 3)
-        run.backward(4)
-        run.step(5)
+        operation = begin(run)
         wait_until(lambda: ("optim_step", 5) in run.newest.applied)
     with start(recovery=SELDOM) as gate, gate.http() as client:
         client.post("/api/v1/session_heartbeat", json={"session_id": run.id.partition(":")[0]})
@@ -136,10 +138,7 @@ def test_a_trainer_that_dies_right_after_its_early_answer_is_asked_again(start):
 
     with start(recovery=SELDOM, launcher=FakeLauncher(Dies)) as gate:
         run = Run.new(gate)
-        train(run, 1)
-        operation = publish(run, 3)
-        run.backward(4)
-        run.step(5)
+        operation = begin(run)
         assert gate.retrieve(operation).status_code == 200
         run.outcome(5)
         assert [kind for kind, seq in run.newest.applied if seq == 3] == ["publish"]

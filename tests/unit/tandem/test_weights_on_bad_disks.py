@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,6 +21,7 @@ from tandem.weights import (
 )
 from tandem.weights.store import make_folder, read_again, sync_name, write_synced
 from tests.support.unreliable_disk import Fault, UnreliableDisk
+from tests.support.waiting import wait_until
 
 RUN = "s-ab12:train:0"
 SHARDS = {"a.safetensors": b"\x00\x01" * 10_000, "b.safetensors": b"some"}
@@ -37,25 +39,27 @@ def data(tmp_path) -> Path:
     return tmp_path / "data"
 
 
+def write(partial: PartialVersion, name: str) -> Manifest:
+    partial.create()
+    for file, content in SHARDS.items():
+        write_synced(partial.path / file, content)
+    return Manifest(
+        version=name,
+        run_id=RUN,
+        step=1,
+        dtype="float32",
+        tensors=2,
+        created="2025-01-01T00:00:00Z",
+        files=[checksum_file(partial.path / file) for file in SHARDS],
+    )
+
+
 def publish(data_dir: Path, *, name: str = "") -> str:
     """Return the published version's name, or an empty string if the disk fails."""
     name = name or new_version_name(run_id=RUN, number=1)
     partial = PartialVersion(version_path(data_dir, name))
     try:
-        partial.create()
-        for file, content in SHARDS.items():
-            write_synced(partial.path / file, content)
-        partial.commit(
-            Manifest(
-                version=name,
-                run_id=RUN,
-                step=1,
-                dtype="float32",
-                tensors=2,
-                created="2025-01-01T00:00:00Z",
-                files=[checksum_file(partial.path / file) for file in SHARDS],
-            )
-        )
+        partial.commit(write(partial, name))
     except OSError:
         partial.discard()
         return ""
@@ -70,6 +74,23 @@ def names_on_disk(data_dir: Path) -> set[str]:
 
 
 # --- Writing ---------------------------------------------------------------------------------
+
+
+def test_an_early_version_that_cannot_be_synced_is_damaged_before_the_other_syncs_end(data):
+    name = new_version_name(run_id=RUN, number=1)
+    partial = PartialVersion(version_path(data, name))
+    partial.commit_early(write(partial, name))
+    open_version(partial.final, name=name)
+
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    def wait() -> None:
+        wait_until(lambda: not (partial.final / "manifest.json").exists())
+
+    with pytest.raises(OSError, match="Input/output error"):
+        partial.make_durable([wait, fail])
+    assert not partial.final.exists()
 
 
 @pytest.mark.parametrize("fault", [Fault.FULL, Fault.LOST])
