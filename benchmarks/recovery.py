@@ -132,7 +132,7 @@ def main() -> None:
             model = Path(work) / size.replace(" ", "")
             write_tiny_model(model, seed=0, shape=shape)
             for what, suffix in (("all parameters", ":full"), ("LoRA, rank 32", "")):
-                data_dir = Path(work) / f"data-{size}-{what}".replace(" ", "")
+                data_dir = Path(work) / f"data-{len(results)}"
                 found = results[f"{size}, {what}"] = measure(
                     model,
                     data_dir,

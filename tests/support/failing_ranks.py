@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from trainer_service.backends.fsdp2 import Fsdp2Backend
 from trainer_service.backends.loop import Done, ShareResult
 from trainer_service.batches.micro_batches import RankPlan
 from trainer_service.batches.validation import Batch
+from trainer_service.checkpoints.storage import HashedFile
 from trainer_service.optimizers import StepSettings
 
 
@@ -35,6 +38,21 @@ class FailsInStep(Fsdp2Backend):
             self.optimizer.step = _divide  # type: ignore[method-assign]
 
 
+class FailsInSync(Fsdp2Backend):
+    """The first sync of the last rank fails, as on a broken disk."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        if self._world.rank == self._world.size - 1:
+            whole = HashedFile.sync
+
+            def fail(_: HashedFile) -> None:
+                HashedFile.sync = whole  # type: ignore[method-assign]
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            HashedFile.sync = fail  # type: ignore[method-assign]
+
+
 def _divide(settings: StepSettings) -> dict[str, float]:
     raise ZeroDivisionError("no gradients in '/srv/models/tiny/config.json'")
 
@@ -47,10 +65,11 @@ def _look_up(weights: dict[str, float]) -> None:
 
 
 def install(folder: Path) -> None:
-    """Register the backends `fails_in_forward` and `fails_in_step`."""
+    """Register the backends `fails_in_forward`, `fails_in_step` and `fails_in_sync`."""
     register(
         folder,
         "failing-ranks",
         fails_in_forward=f"{__name__}:FailsInForward",
         fails_in_step=f"{__name__}:FailsInStep",
+        fails_in_sync=f"{__name__}:FailsInSync",
     )

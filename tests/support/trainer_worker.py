@@ -205,6 +205,7 @@ class TrainerClient(WorkerClient):
         number: int = 1,
         *,
         handoff: bool = False,
+        early: bool = False,
     ) -> tuple[trainer_pb2.PublishReply, Path]:
         name = f"{self.run_id}/v{number:06d}-{os.urandom(4).hex()}"
         path = version_path(data_dir, name)
@@ -213,11 +214,21 @@ class TrainerClient(WorkerClient):
                 header=self.header(),
                 version=common_pb2.WeightVersion(name=name, path=str(path), run_id=self.run_id),
                 handoff=handoff,
+                early=early,
             ),
             metadata=self.metadata,
             timeout=CALL_SECONDS,
         )
         return reply, path
+
+    def await_published(self, version: common_pb2.WeightVersion) -> trainer_pb2.PublishReply:
+        """Return an early version's reply once it is durable or gone."""
+        header = common_pb2.OperationHeader(run_id=self.run_id)
+        return self.stub.AwaitPublished(
+            trainer_pb2.PublishRequest(header=header, version=version),
+            metadata=self.metadata,
+            timeout=CALL_SECONDS,
+        )
 
     def release(self, version: common_pb2.WeightVersion) -> None:
         """Free memory that was kept for a sampler."""

@@ -45,6 +45,7 @@ from trainer_service.checkpoints.handoff import KeptCopy
 from trainer_service.checkpoints.host_copies import HostCopies
 from trainer_service.checkpoints.storage import (
     FILE_BYTES,
+    STALLED_AFTER,
     ByteCount,
     HashedFile,
     agree,
@@ -57,6 +58,7 @@ from trainer_service.checkpoints.version_requests import (
     VersionRequest,
     bytes_needed,
 )
+from trainer_service.compute.control_group import LaterResults
 from trainer_service.compute.trainer import RankTrainer
 
 if TYPE_CHECKING:
@@ -75,12 +77,12 @@ def publish(
     *,
     early: bool = False,
 ) -> Published | None:
-    """Write this rank's files. A single rank may also keep a `copy` of the whole model, and may
-    return `early`, before the syncs.
+    """Write this rank's files. A single rank may also keep a `copy` of the whole model.
 
-    Rank 0 commits and returns the version. After `StorageFull` or `PublishFailed` nothing is left.
-    """
+    Rank 0 commits and returns the version, `early` before the syncs. After `StorageFull` or
+    `PublishFailed` nothing is left."""
     backend, control = trainer.backend, trainer.control
+    later = control.expect_later()
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
     exported = _export(request, partial, trainer, copy)
@@ -96,13 +98,17 @@ def publish(
             needed=needed,
         )
         if control.rank:
+            if early and written.done() and written.exception() is None:
+                begin(lambda: later.tell(_sync_files(exported)))
             return None
         manifest, index = _manifest(request, partial, entries, canary=canary, trainer=trainer)
         if not early:
             partial.commit(manifest, unsynced=index)
             return Published(manifest)
         partial.commit_early(manifest)
-        return Published(manifest, lambda: _make_durable(partial, exported, manifest))
+        small = [str(entry["name"]) for entry in written.result() if not entry["tensor_bytes"]]
+        small += [each.name for each in index]
+        return Published(manifest, lambda: _make_durable(partial, exported, small, later))
     except (ServerError, OSError) as error:
         if written.done():  # otherwise a file would wait for its hanging writer
             exported.opened.close()
@@ -124,6 +130,15 @@ class _Exported:
     sums: TensorSums
     unwritten: Mapping[str, Tensor] = field(default_factory=dict)
     failed: OSError | None = None
+
+    def syncs(self) -> list[Callable[[], None]]:
+        """Return functions that sync and close a file each."""
+
+        def sync(file: HashedFile) -> None:
+            file.sync()
+            file.close()
+
+        return [with_arguments(sync, file) for file, _ in self.files]
 
     def write_file(self, written: tuple[HashedFile, list[Export]]) -> None:
         file, exports = written
@@ -180,7 +195,7 @@ def _write_files(
 ) -> list[dict[str, str | int]]:
     """Write this rank's files. Return their manifest entries. Raises `OSError`.
 
-    They are `synced` and closed, or stay open for `_make_durable`."""
+    They are `synced` and closed, or stay open for later syncs."""
 
     def count(sync: Callable[[], None]) -> None:
         sync()
@@ -208,19 +223,34 @@ def _write_files(
     ]
 
 
-def _make_durable(partial: PartialVersion, exported: _Exported, manifest: Manifest) -> None:
-    """Sync the version of an early publish. After an `OSError`, the version is gone."""
-    opened = {file.name: file for file, _ in exported.files}
+def _sync_files(exported: _Exported) -> str:
+    """Sync and close this rank's files of an early version. Return the error for rank 0, if any."""
+    try:
+        with exported.opened:
+            sync_at_once(exported.syncs())
+    except OSError as error:
+        return json.dumps([error.errno, str(error)])
+    return ""
 
-    def sync(name: str) -> None:
-        if name in opened:
-            opened[name].sync()
-            opened[name].close()
-        else:
-            fsync_path(partial.final / name)
 
+def _make_durable(
+    partial: PartialVersion, exported: _Exported, small: list[str], later: LaterResults
+) -> None:
+    """Sync an early version on rank 0: its files, the `small` ones, and those of other ranks.
+
+    After an `OSError`, the version is gone."""
+    syncs = exported.syncs()
+    syncs += [with_arguments(fsync_path, partial.final / name) for name in small]
     with exported.opened:
-        partial.make_durable(with_arguments(sync, each.name) for each in manifest.files)
+        partial.make_durable([*syncs, lambda: _wait_for_other_ranks(later)])
+
+
+def _wait_for_other_ranks(later: LaterResults) -> None:
+    """Raise the first `OSError` of the other ranks' syncs."""
+    for rank, result in enumerate(later.wait_for_others(seconds=STALLED_AFTER), start=1):
+        if result:
+            number, message = json.loads(result)
+            raise OSError(number, f"rank {rank}: {message}")
 
 
 def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:

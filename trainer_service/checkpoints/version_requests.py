@@ -85,14 +85,12 @@ def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> Partial
     return version
 
 
-def published_by(request: VersionRequest, *, alone: bool) -> Published | None:
+def published_by(request: VersionRequest) -> Published | None:
     """Return the version that this operation published before its trainer died, if any.
 
-    A rank that is `alone` may have published it early, so a power failure may have damaged it.
-    Raises `StorageFull` or `PublishFailed`."""
+    A power failure may have damaged an early version. Raises `StorageFull` or `PublishFailed`."""
     try:
-        # Other ranks wait meanwhile.
-        manifest = open_version(request.path, checksums=alone, threads=_MOST_READERS)
+        manifest = open_version(request.path, threads=_MOST_READERS)
     except LoadFailed:
         return None
     if not request.operation or manifest.operation != request.operation:

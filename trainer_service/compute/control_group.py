@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import copy
 import enum
+import itertools
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SIZE = struct.Struct("<q")
+_BETWEEN_LOOKS = 0.005
+"""Seconds. A store's own wait would keep other threads from it."""
 
 
 class Op(enum.IntEnum):
@@ -45,8 +49,9 @@ def _buffer(data: bytes) -> Tensor:
 class ControlGroup:
     """Carries operations from rank 0 to the other ranks, and their results back.
 
-    `group` is a gloo group beside the computing group, or None for a single rank. Every wait ends
-    after `timeout`. Each run has its own `ControlGroup`, with its number `run`."""
+    `group` is a gloo group beside the computing group, or None for a single rank. `store` carries
+    results that come after their operations. Every wait ends after `timeout`. Each run has its own
+    `ControlGroup`, with its number `run`."""
 
     def __init__(
         self,
@@ -56,12 +61,15 @@ class ControlGroup:
         group: dist.ProcessGroup | None,
         timeout: timedelta = timedelta(0),
         run: int = 0,
+        store: dist.Store | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
         self.group = group
         self.timeout = timeout
         self.run = run
+        self._store = store
+        self._later = itertools.count()  # of all runs, because every rank counts alike
 
     def of_run(self, run: int) -> ControlGroup:
         other = copy.copy(self)
@@ -130,3 +138,36 @@ class ControlGroup:
         heads = self.gather_known(_SIZE.pack(len(payload)), sizes=[_SIZE.size] * self.size)
         sizes = [int(_SIZE.unpack(head)[0]) for head in heads]
         return self.gather_known(payload, sizes=sizes)
+
+    def expect_later(self) -> LaterResults:
+        """Return the place for the ranks' results that come after this operation. All ranks call
+        it."""
+        return LaterResults(self._store, next(self._later), rank=self.rank, size=self.size)
+
+
+class LaterResults:
+    """The ranks' results of work that outlasts its operation."""
+
+    def __init__(self, store: dist.Store | None, number: int, *, rank: int, size: int) -> None:
+        self._store = store
+        self._keys = [f"tandem/later/{number}/{rank}" for rank in range(size)]
+        self._rank = rank
+
+    def tell(self, result: str) -> None:
+        """Tell rank 0 this rank's result, from any thread."""
+        if self._store is not None and self._rank:
+            self._store.set(self._keys[self._rank], result)
+
+    def wait_for_others(self, *, seconds: float) -> list[str]:
+        """Return the other ranks' results, on rank 0, in any thread. Raises `TimeoutError`."""
+        keys, until = self._keys[1:], time.monotonic() + seconds
+        if self._store is None or not keys:
+            return []
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                raise TimeoutError(f"a rank has not told its result for {seconds:g} s")
+            time.sleep(_BETWEEN_LOOKS)
+        results = [self._store.get(key).decode() for key in keys]
+        for key in keys:
+            self._store.delete_key(key)
+        return results

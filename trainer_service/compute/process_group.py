@@ -242,7 +242,7 @@ def join(assignment: Assignment, store: dist.Store | None = None) -> RankTrainer
     plan = backend.plan
     trainer = RankTrainer(
         backend=backend,
-        control=ControlGroup(rank=rank, size=size, group=group, timeout=timeout),
+        control=ControlGroup(rank=rank, size=size, group=group, timeout=timeout, store=store),
         micro_batch_tokens=plan.micro_batch_tokens if plan else settings.micro_batch_tokens,
         base=BaseModelFiles.of_run(
             assignment.model_path, assignment.training, name=assignment.model_name

@@ -371,7 +371,8 @@ class Follower:
             trainer.drop_gradients()
         elif op == Op.PUBLISH:
             version = trainer_pb2.PublishRequest.FromString(payload)
-            publish(VersionRequest.from_message(version, step=trainer.step), trainer)
+            named = VersionRequest.from_message(version, step=trainer.step)
+            publish(named, trainer, early=version.early)
         elif op == Op.SAVE_CHECKPOINT:
             training_state.save(trainer_pb2.SaveCheckpointRequest.FromString(payload), trainer)
         elif op == Op.VERIFY_CHECKPOINT:

@@ -46,19 +46,18 @@ class Publisher:
         """Publish a version. `announce` it to the other ranks first. Only in the engine thread."""
         trainer, began = self._trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
-        alone = trainer.control.size == 1
         copy: KeptCopy | None = None
         self.release()
         try:
-            published = published_by(version, alone=alone)
+            published = published_by(version)
             if published is None:
                 prepare_publish(version, trainer.backend)
                 whole = trainer.backend.training.lora is None
-                if request.handoff and whole and alone:
+                if request.handoff and whole and trainer.control.size == 1:
                     held = sum(each.bytes for each in list(self._copies.values()))
                     copy = keep_copy(version.name, trainer.backend, held=held)
                 announce()
-                published = publish(version, trainer, copy, early=request.early and alone)
+                published = publish(version, trainer, copy, early=request.early)
         except TandemError as error:
             if copy is not None:
                 copy.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
 from tandem.protocol.worker import TrainingSpec
 from tandem.weights import open_version
+from tests.support import failing_ranks
 from tests.support.local_trainer import forward_backward, load, make, save, step
 from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import datum, request, trainer_process
@@ -22,6 +24,28 @@ def test_the_published_type_is_the_compute_type(models, tmp_path, ranks):
     assert not reply.HasField("failure"), reply.failure
     assert open_version(path).dtype == "bfloat16"
     assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_an_early_version_of_two_ranks_is_durable_or_gone(models, tmp_path, monkeypatch):
+    failing_ranks.install(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    with trainer_process(
+        models["qwen3"], tmp_path, ranks=2, backend="fails_in_sync", shard_group_parameters=1
+    ) as client:
+        client.output(request([datum([5, 6, 7])]))
+        client.optim_step()
+        early, path = client.publish(tmp_path, early=True)
+        assert not early.durable
+        reply = client.await_published(early.version)
+        assert (reply.durable, reply.failure.type) == (False, "storage_full")
+        assert not path.exists()
+        for number in (2, 3):
+            early, path = client.publish(tmp_path, number, early=True)
+            open_version(path)
+            assert len([*path.glob("model-*.safetensors")]) == 2
+            reply = client.await_published(early.version)
+            assert reply.durable and not reply.HasField("failure"), reply.failure
+            open_version(path)
 
 
 def test_a_checkpoint_of_two_ranks_loads_into_one_and_back(models, tmp_path):

@@ -344,8 +344,8 @@ async def test_what_an_earlier_gateway_was_about_to_start_is_ended_before_the_ne
             await starting
 
 
-async def test_only_its_user_may_open_the_socket_and_its_path_may_be_long(tmp_path):
-    for data_dir in (tmp_path / "short", tmp_path / ("long" * 30)):
+async def test_only_its_user_may_open_the_socket_and_its_path_may_have_any_name(tmp_path):
+    for data_dir in (tmp_path / "short", tmp_path / ("long" * 30), tmp_path / "a,b 50%41#?é;"):
         data_dir.mkdir()
         async with agent_of(data_dir), gateway_of(data_dir) as launcher:
             assert stat.S_IMODE(socket_path(data_dir).stat().st_mode) == 0o600
