@@ -39,7 +39,7 @@ from tandem.weights.model_store import read_record as read_model_record
 from tandem.weights.store import fsync_path, in_threads, sync_at_once
 from tandem.weights.sums import TensorSums
 from tandem.weights.tensors import STORED_TYPES, StoredTensor
-from trainer_service.backends.base import Export, TrainerBackend
+from trainer_service.backends.base import Export
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.handoff import KeptCopy
 from trainer_service.checkpoints.host_copies import HostCopies
@@ -89,7 +89,7 @@ def publish(
     written = begin(lambda: _write_files(partial, exported, trainer, synced=not early))
     # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
     # next publish discards the partial version.
-    canary = compute_canary(backend)
+    canary = compute_canary(trainer)
     try:
         entries = agree(
             control,
@@ -313,23 +313,27 @@ def name_files(
     ]
 
 
-def compute_canary(backend: TrainerBackend) -> Canary:
+def compute_canary(trainer: RankTrainer) -> Canary:
     """The logprobs of a fixed pseudo-random sequence under the current weights."""
-    facts = backend.facts
+    backend, facts = trainer.backend, trainer.backend.facts
     length = min(CANARY_TOKENS, facts.max_length or CANARY_TOKENS)
     tokens = np.random.default_rng(17).integers(0, facts.vocabulary, length)
     shown = tokens[None, :-1]
-    logprobs = backend.logprobs(
-        MicroBatch(
-            tokens=shown,
-            targets=tokens[None, 1:, None],
-            select=None,
-            entries=np.arange(length - 1),
-            inputs={},
-        ),
-        gradients=False,
+    batch = MicroBatch(
+        tokens=shown,
+        targets=tokens[None, 1:, None],
+        select=None,
+        entries=np.arange(length - 1),
+        inputs={},
     )
-    return Canary(tokens=tokens.tolist(), logprobs=logprobs.cpu().tolist())
+
+    def compute() -> list[float]:
+        logprobs: list[float] = backend.logprobs(batch, gradients=False).cpu().tolist()
+        return logprobs
+
+    # Threads inside of operations on so few tokens would mostly wait for each other.
+    logprobs = trainer.parallel.run_work(compute) if trainer.parallel else compute()
+    return Canary(tokens=tokens.tolist(), logprobs=logprobs)
 
 
 def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:

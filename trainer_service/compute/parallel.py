@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -15,6 +15,8 @@ from trainer_service.batches.validation import Batch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+Result = TypeVar("Result")
 
 
 class ParallelMicroBatches:
@@ -44,8 +46,9 @@ class ParallelMicroBatches:
         for future in futures:
             future.result()
 
-    def warm_up(self, backend: TrainerBackend) -> None:
-        self._pool.submit(backend.warm_up).result()
+    def run_work(self, work: Callable[[], Result]) -> Result:
+        """Run one share's work, with its number of torch threads."""
+        return self._pool.submit(work).result()
 
     def compute(
         self, backend: TrainerBackend, batch: Batch, plan: Sequence[RankPlan], *, done: Done

@@ -135,7 +135,7 @@ class RankTrainer:
             return
         with self.progress.compiling(), self.control.patient(WARM_UP_TIMEOUT, backend.groups):
             if self.parallel:
-                self.parallel.warm_up(backend)
+                self.parallel.run_work(backend.warm_up)
             else:
                 backend.warm_up()
 
