@@ -108,13 +108,13 @@ class CallDelivery:
 
     async def until_durable(
         self, call: Call, request: trainer_pb2.PublishRequest, reply: trainer_pb2.PublishReply
-    ) -> None:
-        """Wait until the version of an early publish survives a power failure.
+    ) -> trainer_pb2.PublishReply:
+        """Wait until the version of an early publish survives a power failure. Return its reply.
 
         A trainer that dies meanwhile is replaced, and the replacement publishes again, unless it
         finds the files. Raises the trainer's failure, `OperationTimedOut` or `RunBroken`."""
         if not _is_early(reply, request):
-            return
+            return reply
         try:
             reply = await self._durable(call, request, reply)
         except TandemError as error:
@@ -122,6 +122,7 @@ class CallDelivery:
         self._note_answered(call, request, reply)
         if reply.HasField("failure"):
             raise from_failure(reply.failure)
+        return reply
 
     async def _durable(
         self, call: Call, request: trainer_pb2.PublishRequest, reply: trainer_pb2.PublishReply

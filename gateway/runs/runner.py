@@ -59,11 +59,13 @@ from tandem.weights import new_version_name
 
 @dataclass(frozen=True)
 class _Written:
-    """A version that the trainer has written in `seconds`. `until_durable` waits until it survives
-    a power failure. None: an earlier gateway has recorded it."""
+    """A version that the trainer has written in `seconds`, in files or for its `handoff`.
+
+    `until_durable` waits until its files survive a power failure, and returns the trainer's reply.
+    None: an earlier gateway has recorded it."""
 
     version: WeightVersion
-    until_durable: Callable[[], Awaitable[None]] | None = None
+    until_durable: Callable[[], Awaitable[trainer_pb2.PublishReply]] | None = None
     handoff: common_pb2.Handoff | None = None
     seconds: float = 0.0
 
@@ -255,7 +257,12 @@ class OperationRunner:
                     )
             except ExceptionGroup as failed:
                 raise failed.exceptions[0] from None
-            if (error := loading.result()) is not None:
+            error = loading.result()
+            if written.handoff is not None and not in_flight and not sampler.has(written.version):
+                # The engine refused the trainer's memory, or ended. Now there are files.
+                again = replace(written, handoff=None)
+                error = await self._load_into(sampler, call, again, in_flight=False)
+            if error is not None:
                 raise error
             assert body.sampling_session_seq_id is not None
             session = await self._tools.sampling.create_ephemeral(
@@ -370,7 +377,8 @@ class OperationRunner:
         run, version, name = self._run, written.version, written.version.name
         if written.until_durable is None:
             return
-        await written.until_durable()
+        reply = await written.until_durable()
+        version = replace(version, bytes=reply.bytes)
         facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
         await self._versions.add_version(version, facts=facts)

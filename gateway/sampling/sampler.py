@@ -285,6 +285,10 @@ class Sampler:
                 handoff_failure=reply.handoff_failure,
             )
 
+    def has(self, version: WeightVersion) -> bool:
+        """Return whether a serving engine has a version."""
+        return any(version.name in engine.loaded for engine in self.engines)
+
     def _follow(self, version: common_pb2.WeightVersion, *, led: bool) -> None:
         """Move in-flight samples to a newer version of their run for their next sending. `led`: the
         version is for in-flight samples."""

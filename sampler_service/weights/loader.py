@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from pydantic import ValidationError
 
 from sampler_service.engine import Engine, EngineFacts, Float32Array, WeightsTouched
 from sampler_service.weights.files import read_tensors, tensors_in, weights_files
@@ -118,24 +119,26 @@ class Loader:
             return self._read_files(version, go_on)
         try:
             return self._accept(version, version.handoff)
-        except (LoadFailed, OSError) as error:  # `OSError`: a small file on NFS
+        except (LoadFailed, ValidationError) as error:
             read = self._read_files(replace(version, handoff=None), go_on)
             return replace(read, handoff_failure=without_paths(describe(error)))
 
     def _accept(self, version: LoadableVersion, handoff: common_pb2.Handoff) -> Verified:
-        """Check the description of a handoff against the engine. Raises `LoadFailed` and
-        `OSError`."""
+        """Check the description of a handoff against the engine. The version's files may not be
+        written yet. Raises `LoadFailed`, and `ValidationError` for its manifest."""
         if handoff.name != version.name:
             raise LoadFailed(f"{handoff.name} is handed over, not {version.name}")
         if not self._adds_up:
             raise LoadFailed("the engine does not keep numbers as they are, which proves a load")
         if handoff.dtype != self._facts.dtype:
             raise LoadFailed(f"it is in {handoff.dtype}, and the engine in {self._facts.dtype}")
-        manifest = self._check(version, lambda: None)
-        assert manifest is not None
+        manifest = Manifest.model_validate_json(handoff.manifest)
+        check_canary(manifest.canary, self._facts, name=version.name)
+        offered = loadable(inventory_of(handoff), tied=self._tied)
+        check_inventory(offered, expected=self._expected, name=version.name)
         if (sums := self._published_sums(manifest)) is None:
             raise LoadFailed("its manifest has no sums, which prove a load")
-        return Verified(version, manifest.canary, sums, bytes=manifest.bytes)
+        return Verified(version, manifest.canary, sums, bytes=handoff.bytes)
 
     def _read_files(self, version: LoadableVersion, go_on: Callable[[], None]) -> Verified:
         try:
@@ -240,10 +243,7 @@ class Loader:
             each = model_files(version.path)
             in_threads(lambda file: checksum_file(file, go_on), each, threads=self._threads)
         elif not version.plain:
-            files = version.handoff is None
-            manifest = verified_manifest(
-                version, self._facts, go_on, checksums=files, threads=self._threads
-            )
+            manifest = verified_manifest(version, self._facts, go_on, threads=self._threads)
             if manifest.adapter:
                 raise LoadFailed(f"{version.name} is an adapter, but was named as a full version")
         if not version.is_base:
@@ -253,9 +253,7 @@ class Loader:
                     f"{version.name} has an output head of its own, which an engine whose head is "
                     "the embedding cannot load in place"
                 )
-        handoff = version.handoff
-        found = read_inventory(version.path) if handoff is None else inventory_of(handoff)
-        offered = loadable(found, tied=self._tied)
+        offered = loadable(read_inventory(version.path), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)
         return manifest
 
@@ -274,25 +272,25 @@ def verified_manifest(
     facts: EngineFacts,
     go_on: Callable[[], None] = lambda: None,
     *,
-    checksums: bool = True,
     threads: int = 1,
 ) -> Manifest:
     """Check a version's files and canary against the engine. Returns the manifest.
 
-    Files are compared by `checksums`, or else by size. `go_on` is called before each piece. Raises
-    `LoadFailed`."""
-    manifest = open_version(
-        version.path, name=version.name, checksums=checksums, go_on=go_on, threads=threads
-    )
-    canary = manifest.canary
+    `go_on` is called before each piece. Raises `LoadFailed`."""
+    manifest = open_version(version.path, name=version.name, go_on=go_on, threads=threads)
+    check_canary(manifest.canary, facts, name=version.name)
+    return manifest
+
+
+def check_canary(canary: Canary | None, facts: EngineFacts, *, name: str) -> None:
+    """Raise `LoadFailed` unless the engine can compute the canary."""
     if canary is None:
-        return manifest
+        return
     if len(canary.tokens) != len(canary.logprobs) + 1:
-        raise LoadFailed(f"{version.name}: the canary has no logprob for each token")
+        raise LoadFailed(f"{name}: the canary has no logprob for each token")
     tokens = canary.tokens
     if min(tokens) < 0 or max(tokens) >= facts.vocabulary or len(tokens) > facts.max_length:
-        raise LoadFailed(f"{version.name}: the canary is no prompt for the model")
-    return manifest
+        raise LoadFailed(f"{name}: the canary is no prompt for the model")
 
 
 def compare_with_canary(

@@ -122,7 +122,8 @@ Global___WeightVersion: typing_extensions.TypeAlias = WeightVersion
 class Handoff(google.protobuf.message.Message):
     """A version's weights in the memory of its trainer, for a sampler on the same host and device to
     copy. They stay until Release, a deadline, or the trainer's end. In host memory they stay at most
-    until the next publication or sleep. The gateway passes the message on without reading it.
+    until the next publication or sleep. The version's files may not be written yet. The gateway
+    passes the message on without reading it.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -212,11 +213,14 @@ class Handoff(google.protobuf.message.Message):
     CUDA_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     DTYPE_FIELD_NUMBER: builtins.int
+    MANIFEST_FIELD_NUMBER: builtins.int
     name: builtins.str
     """The version's."""
     bytes: builtins.int
     dtype: builtins.str
     """The dtype of the sums, such as "bfloat16"."""
+    manifest: builtins.bytes
+    """The version's manifest in JSON. It has no files if they are not written yet."""
     @property
     def host(self) -> Global___Handoff.HostMemory: ...
     @property
@@ -232,9 +236,10 @@ class Handoff(google.protobuf.message.Message):
         cuda: Global___Handoff.CudaMemory | None = ...,
         tensors: collections.abc.Iterable[Global___Handoff.Tensor] | None = ...,
         dtype: builtins.str = ...,
+        manifest: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["cuda", b"cuda", "host", b"host", "memory", b"memory"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cuda", b"cuda", "dtype", b"dtype", "host", b"host", "memory", b"memory", "name", b"name", "tensors", b"tensors"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "cuda", b"cuda", "dtype", b"dtype", "host", b"host", "manifest", b"manifest", "memory", b"memory", "name", b"name", "tensors", b"tensors"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["memory", b"memory"]) -> typing.Literal["host", "cuda"] | None: ...
 
 Global___Handoff: typing_extensions.TypeAlias = Handoff

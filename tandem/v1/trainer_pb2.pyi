@@ -548,7 +548,9 @@ class PublishRequest(google.protobuf.message.Message):
     handoff: builtins.bool
     """Also keep the weights in memory, for a sampler on the same device."""
     early: builtins.bool
-    """Answer once others can read the version, before it survives a power failure."""
+    """Answer once others can read the version in files or from the handoff, before it survives a
+    power failure.
+    """
     @property
     def header(self) -> tandem.v1.common_pb2.OperationHeader: ...
     @property
@@ -580,7 +582,7 @@ class PublishReply(google.protobuf.message.Message):
     HANDOFF_FIELD_NUMBER: builtins.int
     DURABLE_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """The bytes of all files."""
+    """The bytes of all files, 0 before they are written."""
     seconds: builtins.float
     durable: builtins.bool
     """The version survives a power failure. Otherwise AwaitPublished tells when."""

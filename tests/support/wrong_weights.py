@@ -26,6 +26,7 @@ from sampler_service.weights.read_ahead import ReadAhead, in_thread
 from tandem.errors import LoadFailed
 from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2
+from tandem.weights import open_version
 from tests.support.adapter_files import ATTENTION, write_adapter_files, write_merged
 from tests.support.sampler_worker import (
     LENGTH,
@@ -265,7 +266,7 @@ def torn_handoff(world: WrongWeights) -> LoadableVersion:
     assert copy is not None
     for _ in copy.copying(iter(tensors.items())):
         pass
-    handoff = copy.offer(on_deadline=lambda: None)
+    handoff = copy.offer(open_version(Path(version.path)), on_deadline=lambda: None)
     copy._memory.bytes[9] ^= 1
     return replace(loadable(version), handoff=handoff)
 

@@ -4,6 +4,7 @@ If there is no room, the log says why, and the sampler reads the files."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import threading
@@ -16,6 +17,7 @@ from tandem.agent.host import free_memory_bytes
 from tandem.errors import describe
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2
+from tandem.weights import Manifest
 from tandem.weights.tensors import STORED_TYPES
 from trainer_service.backends.base import TrainerBackend
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 
 KEPT_SECONDS = 900.0
 """An unreleased copy is freed after this time. A later sampler reads the files."""
+_TYPES = {stored: name.removeprefix("torch.") for name, stored in STORED_TYPES.items()}
 _ALIGNMENT = 512
 """Of each tensor, in bytes."""
 
@@ -81,10 +84,29 @@ class KeptCopy:
         )
         self._end += _aligned(tensor.nbytes)
 
-    def offer(self, *, on_deadline: Callable[[], None]) -> common_pb2.Handoff | None:
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the copied tensors. Their memory stays after `close` as long as one of them."""
+        found = {}
+        for each in self._message.tensors:
+            dtype: torch.dtype = getattr(torch, _TYPES[each.dtype])
+            size = math.prod(each.shape) * dtype.itemsize
+            content = self._memory.bytes[each.offset : each.offset + size]
+            found[each.name] = content.view(dtype).view(tuple(each.shape))
+        return found
+
+    def free_unused(self) -> None:
+        """Give memory of tensors that nobody has any more back to the device."""
+        if self._memory.device.type == "cuda":
+            with torch.cuda.device(self._memory.device):
+                torch.cuda.empty_cache()
+
+    def offer(
+        self, manifest: Manifest, *, on_deadline: Callable[[], None]
+    ) -> common_pb2.Handoff | None:
         """Let another process open the memory. Return its location, or None if tensors are missing.
 
         `on_deadline` is called from a thread unless the copy is closed before its deadline."""
+        self._message.manifest = manifest.model_dump_json().encode()
         if not self._failure:
             try:
                 self._memory.offer(self._message)
@@ -115,6 +137,8 @@ class _OnHost:
 
     outlives_close = True
 
+    device = torch.device("cpu")
+
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("tandem-weights")
         try:
@@ -143,6 +167,7 @@ class _OnGpu:
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self.device = self.bytes.device
         self._counter: tuple[bytes, int] | None = None
 
     def offer(self, message: common_pb2.Handoff) -> None:
@@ -167,9 +192,8 @@ class _OnGpu:
         if self._counter is not None:
             # A reader that has finished has released it too. A negative count is harmless.
             torch.UntypedStorage._release_ipc_counter(*self._counter)
-        device = self.bytes.device
         del self.bytes
-        with torch.cuda.device(device):
+        with torch.cuda.device(self.device):
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # torch's cached memory is unavailable to other processes
 

@@ -4,20 +4,15 @@ A version is the whole model, or a LoRA run's adapter in PEFT's layout."""
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial as with_arguments
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from tandem.errors import ServerError
 from tandem.weights import (
@@ -27,24 +22,16 @@ from tandem.weights import (
     PartialVersion,
     checksum_file,
 )
-from tandem.weights.adapter_files import WEIGHTS_NAME, AdapterConfig
-from tandem.weights.card import CARD_NAME, adapter_card
+from tandem.weights.adapter_files import WEIGHTS_NAME
 from tandem.weights.layout import (
-    TensorWriter,
-    copy_small_files,
     write_index,
 )
-from tandem.weights.model_files import ties_head
-from tandem.weights.model_store import read_record as read_model_record
-from tandem.weights.store import fsync_path, in_threads, sync_at_once
+from tandem.weights.store import fsync_path, sync_at_once
 from tandem.weights.sums import TensorSums
-from tandem.weights.tensors import STORED_TYPES, StoredTensor
 from trainer_service.backends.base import Export
 from trainer_service.batches.micro_batches import MicroBatch
 from trainer_service.checkpoints.handoff import KeptCopy
-from trainer_service.checkpoints.host_copies import HostCopies
 from trainer_service.checkpoints.storage import (
-    FILE_BYTES,
     STALLED_AFTER,
     ByteCount,
     HashedFile,
@@ -52,6 +39,15 @@ from trainer_service.checkpoints.storage import (
     begin,
     end_together,
     storage_error,
+)
+from trainer_service.checkpoints.version_files import (
+    Entry,
+    Exported,
+    assign_owners,
+    name_files,
+    write_files,
+    write_tensors,
+    writers_of,
 )
 from trainer_service.checkpoints.version_requests import (
     Published,
@@ -62,7 +58,7 @@ from trainer_service.compute.control_group import LaterResults
 from trainer_service.compute.trainer import RankTrainer
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    pass
 
 CANARY_TOKENS = 16
 _MOST_WRITERS = 8
@@ -86,7 +82,7 @@ def publish(
     partial = PartialVersion(request.path)
     needed = bytes_needed(backend)
     exported = _export(request, partial, trainer, copy)
-    written = begin(lambda: _write_files(partial, exported, trainer, synced=not early))
+    written = begin(lambda: write_files(partial, exported, trainer, synced=not early))
     # Computed meanwhile, because it needs no disk. If it fails, the process ends at once, and the
     # next publish discards the partial version.
     canary = compute_canary(trainer)
@@ -108,7 +104,12 @@ def publish(
         partial.commit_early(manifest)
         small = [str(entry["name"]) for entry in written.result() if not entry["tensor_bytes"]]
         small += [each.name for each in index]
-        return Published(manifest, lambda: _make_durable(partial, exported, small, later))
+
+        def make_durable() -> Manifest:
+            _make_durable(partial, exported, small, later)
+            return manifest
+
+        return Published(manifest, make_durable)
     except (ServerError, OSError) as error:
         if written.done():  # otherwise a file would wait for its hanging writer
             exported.opened.close()
@@ -118,38 +119,47 @@ def publish(
         raise storage_error(error, what=request.name, needed=needed) from error
 
 
-@dataclass(frozen=True)
-class _Exported:
-    """A rank's open files of weights, with their tensors, and the error, if it `failed`.
+def hand_over(request: VersionRequest, trainer: RankTrainer, copy: KeptCopy) -> Published:
+    """Copy the weights of a single rank, and return before their files are written.
 
-    `unwritten` are the tensors by name, if they are still to be written."""
+    `make_durable` writes them from the copy. The partial version exists already."""
+    backend = trainer.backend
+    sums, exports = TensorSums(backend.dtype), list(backend.exports())
+    for _ in sums.summing(copy.copying(backend.export_weights({each.unit for each in exports}))):
+        pass
+    canary, copied = compute_canary(trainer), copy.tensors()
+    manifest = _describe(
+        request, trainer, tensors=len(exports), sums=sums.by_tensor(), canary=canary
+    )
 
-    files: list[tuple[HashedFile, list[Export]]]
-    opened: ExitStack
-    progress: ByteCount
-    sums: TensorSums
-    unwritten: Mapping[str, Tensor] = field(default_factory=dict)
-    failed: OSError | None = None
+    def write() -> Manifest:
+        partial, opened = PartialVersion(request.path), ExitStack()
+        try:
+            writers = writers_of(backend.device, exports)
+            owners = assign_owners(exports, ranks=1)
+            (files,) = name_files(exports, owners, ranks=1, writers=writers)
+            exported = Exported([], opened, ByteCount(), sums, copied, summed=True)
+            for name, its in files.items():
+                file = HashedFile(partial.path / name, progress=exported.progress)
+                exported.files.append((opened.enter_context(closing(file)), its))
+            entries = write_files(partial, exported, trainer, synced=True)
+            written, index = _manifest(request, partial, entries, canary=canary, trainer=trainer)
+            partial.commit(written, unsynced=index)
+            return written
+        except OSError:
+            partial.discard()
+            raise
+        finally:
+            opened.close()
+            copied.clear()
+            copy.free_unused()
 
-    def syncs(self) -> list[Callable[[], None]]:
-        """Return functions that sync and close a file each."""
-
-        def sync(file: HashedFile) -> None:
-            file.sync()
-            file.close()
-
-        return [with_arguments(sync, file) for file, _ in self.files]
-
-    def write_file(self, written: tuple[HashedFile, list[Export]]) -> None:
-        file, exports = written
-        order = _writer(file.name, exports).order
-        tensors = ((name, self.unwritten[name]) for name in order)
-        _write_tensors(file, exports, self.sums.summing(tensors))
+    return Published(manifest, write)
 
 
 def _export(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
-) -> _Exported:
+) -> Exported:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait.
 
     Large files of a single rank are only opened. Threads write them later."""
@@ -166,7 +176,7 @@ def _export(
         exports = list(backend.exports())
         owners = assign_owners(exports, ranks=control.size)
         if backend.exports_stay:
-            writers = _writers(backend.device, exports)
+            writers = writers_of(backend.device, exports)
         files = name_files(exports, owners, ranks=control.size, writers=writers)[control.rank]
         units = {unit for unit, rank in owners.items() if rank == control.rank}
         tensors = backend.export_weights(units)
@@ -174,13 +184,13 @@ def _export(
             tensors = copy.copying(tensors)
         if writers == 1:
             tensors = sums.summing(tensors)
-    exported = _Exported([], ExitStack(), ByteCount(), sums)
+    exported = Exported([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
             file = HashedFile(partial.path / name, progress=exported.progress)
             exported.files.append((exported.opened.enter_context(closing(file)), exports))
             if writers == 1:
-                _write_tensors(file, exports, tensors)
+                write_tensors(file, exports, tensors)
         return replace(exported, unwritten=dict(tensors))
     except OSError as error:
         return replace(exported, failed=error)
@@ -190,40 +200,7 @@ def _export(
     return exported
 
 
-def _write_files(
-    partial: PartialVersion, exported: _Exported, trainer: RankTrainer, *, synced: bool
-) -> list[dict[str, str | int]]:
-    """Write this rank's files. Return their manifest entries. Raises `OSError`.
-
-    They are `synced` and closed, or stay open for later syncs."""
-
-    def count(sync: Callable[[], None]) -> None:
-        sync()
-        exported.progress.bytes += 1
-
-    with ExitStack() as at_end:
-        at_end.push(exported.opened)
-        if exported.failed is not None:
-            raise exported.failed
-        if exported.unwritten:
-            in_threads(exported.write_file, exported.files, threads=_MOST_WRITERS)
-        others = [] if trainer.control.rank else _write_small_files(partial, trainer)
-        if synced:
-            syncs = [file.sync for file, _ in exported.files] + [
-                with_arguments(fsync_path, each) for each in others
-            ]
-            sync_at_once(with_arguments(count, sync) for sync in syncs)
-        else:
-            for file, _ in exported.files:
-                file.show()
-            at_end.pop_all()
-    sums = exported.sums.by_tensor()
-    return [_report(file, exports, sums) for file, exports in exported.files] + [
-        {**checksum_file(path).model_dump(), "tensors": "{}", "tensor_bytes": 0} for path in others
-    ]
-
-
-def _sync_files(exported: _Exported) -> str:
+def _sync_files(exported: Exported) -> str:
     """Sync and close this rank's files of an early version. Return the error for rank 0, if any."""
     try:
         with exported.opened:
@@ -234,7 +211,7 @@ def _sync_files(exported: _Exported) -> str:
 
 
 def _make_durable(
-    partial: PartialVersion, exported: _Exported, small: list[str], later: LaterResults
+    partial: PartialVersion, exported: Exported, small: list[str], later: LaterResults
 ) -> None:
     """Sync an early version on rank 0: its files, the `small` ones, and those of other ranks.
 
@@ -251,66 +228,6 @@ def _wait_for_other_ranks(later: LaterResults) -> None:
         if result:
             number, message = json.loads(result)
             raise OSError(number, f"rank {rank}: {message}")
-
-
-def _write_small_files(partial: PartialVersion, trainer: RankTrainer) -> list[Path]:
-    backend, base = trainer.backend, trainer.base
-    if not (lora := backend.training.lora):
-        return copy_small_files(base.path, partial.path, dtype=backend.dtype)
-    record, targets = read_model_record(base.path), backend.adapter_targets()
-    config = AdapterConfig(
-        base_model=record.repository if record else base.name,
-        revision=record.commit if record else None,
-        rank=lora.rank,
-        alpha=lora.alpha,
-        targets=targets,
-    )
-    card = partial.path / CARD_NAME
-    card.write_text(
-        adapter_card(base=config.base_model, lora=lora, targets=targets, tied=ties_head(base.path))
-    )
-    copies = copy_small_files(base.path, partial.path, adapter=True)
-    return [*copies, config.write_config(partial.path), card]
-
-
-def _report(
-    file: HashedFile, exports: Sequence[Export], sums: Mapping[str, int]
-) -> dict[str, str | int]:
-    """`tensors` has the file's tensors with their sums, or null without one."""
-    return {
-        **file.entry().model_dump(),
-        "tensors": json.dumps({each.name: sums.get(each.name) for each in exports}),
-        "tensor_bytes": sum(export.bytes for export in exports),
-    }
-
-
-def name_files(
-    exports: Sequence[Export], owners: Mapping[str, int], *, ranks: int, writers: int = 1
-) -> list[dict[str, list[Export]]]:
-    """The files of each rank, by rank, with at most `FILE_BYTES`, in the order of export.
-
-    A single rank may have several `writers`, which get a file each."""
-    sizes = [export.bytes for export in exports]
-    most = FILE_BYTES if writers == 1 else min(FILE_BYTES, sum(sizes) // writers + max(sizes))
-    files: list[list[list[Export]]] = [[] for _ in range(ranks)]
-    filled = [0] * ranks  # bytes of each rank's last file
-    for export in exports:
-        rank = owners[export.unit]
-        filled[rank] += export.bytes
-        if not files[rank] or filled[rank] > most:
-            files[rank].append([])
-            filled[rank] = export.bytes
-        files[rank][-1].append(export)
-    count, numbers = sum(map(len, files)), itertools.count(1)
-    return [
-        {
-            f"model-{next(numbers):05d}-of-{count:05d}.safetensors"
-            if count > 1
-            else "model.safetensors": tensors
-            for tensors in mine
-        }
-        for mine in files
-    ]
 
 
 def compute_canary(trainer: RankTrainer) -> Canary:
@@ -336,57 +253,10 @@ def compute_canary(trainer: RankTrainer) -> Canary:
     return Canary(tokens=tokens.tolist(), logprobs=logprobs)
 
 
-def _writer(name: str, exports: Sequence[Export]) -> TensorWriter:
-    return TensorWriter(
-        {
-            export.name: StoredTensor(
-                file=Path(name),
-                name=export.name,
-                dtype=STORED_TYPES[str(export.dtype)],
-                shape=export.shape,
-                start=place,
-                bytes=export.bytes,
-            )
-            for place, export in enumerate(exports)
-        }
-    )
-
-
-def _write_tensors(
-    file: HashedFile, exports: Sequence[Export], tensors: Iterator[tuple[str, Tensor]]
-) -> None:
-    """Write one safetensors file. The library ignores errors of close, where NFS reports failed
-    writes."""
-    writer, copies = _writer(file.name, exports), HostCopies()
-    file.write(writer.header)
-    for tensor in _in_order(writer.order, tensors):
-        for content in copies.pieces(tensor):
-            file.write(content)
-
-
-def _writers(device: str, exports: Sequence[Export]) -> int:
-    """The number of threads that write a single rank's files.
-
-    Threads of small files would mostly wait for Python's lock, beside that of the canary."""
-    cores = torch.get_num_threads() if device == "cpu" else len(os.sched_getaffinity(0))
-    files = sum(export.bytes for export in exports) // LEAST_BYTES
-    return max(1, min(_MOST_WRITERS, cores, files))
-
-
-def _in_order(order: Sequence[str], tensors: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
-    """The tensors in the file's order. Early ones wait for their turn."""
-    early: dict[str, Tensor] = {}
-    for awaited in order:
-        while awaited not in early:
-            name, tensor = next(tensors)
-            early[name] = tensor if name == awaited else tensor.clone()
-        yield early.pop(awaited)
-
-
 def _manifest(
     request: VersionRequest,
     partial: PartialVersion,
-    written: list[dict[str, str | int]],
+    written: list[Entry],
     *,
     canary: Canary,
     trainer: RankTrainer,
@@ -405,8 +275,21 @@ def _manifest(
         index = write_index(partial.path, weight_map=weight_map, total_bytes=total)
         entries.append(checksum_file(index))
         unsynced.append(index)
+    manifest = _describe(request, trainer, tensors=len(weight_map), sums=sums, canary=canary)
+    return manifest.model_copy(update={"files": entries}), unsynced
+
+
+def _describe(
+    request: VersionRequest,
+    trainer: RankTrainer,
+    *,
+    tensors: int,
+    sums: dict[str, int],
+    canary: Canary,
+) -> Manifest:
+    """Return the manifest of a version without its files."""
     lora = trainer.backend.training.lora
-    manifest = Manifest(
+    return Manifest(
         version=request.name,
         run_id=request.run_id,
         step=request.step,
@@ -414,27 +297,9 @@ def _manifest(
         operation=request.operation,
         adapter=lora is not None,
         dtype="float32" if lora else trainer.backend.dtype,
-        tensors=len(weight_map),
+        tensors=tensors,
         sums=sums,
         created=datetime.now(UTC).isoformat(),
-        files=entries,
+        files=[],
         canary=canary,
     )
-    return manifest, unsynced
-
-
-def assign_owners(exports: Sequence[Export], *, ranks: int) -> dict[str, int]:
-    """The owner of each unit: largest first, each to the rank with the fewest bytes so far.
-
-    Example: with units a, b and c of 5, 3 and 3 bytes, two ranks get `{"a": 0, "b": 1, "c":
-    1}`."""
-    sizes: dict[str, int] = {}
-    for export in exports:
-        sizes[export.unit] = sizes.get(export.unit, 0) + export.bytes
-    loads = [(0, rank) for rank in range(ranks)]
-    owners: dict[str, int] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        load, rank = loads[0]
-        owners[name] = rank
-        heapq.heapreplace(loads, (load + sizes[name], rank))
-    return owners

@@ -54,11 +54,13 @@ def bytes_needed(backend: TrainerBackend) -> int:
 
 @dataclass(frozen=True)
 class Published:
-    """A version that others can read. `make_durable` makes it survive a power failure, if it does
-    not yet. After its `OSError`, the version is gone."""
+    """A version that others can read, in files or from a copy, if the manifest has no files.
+
+    `make_durable` makes its files survive a power failure, if they do not yet, and returns their
+    manifest. After its `OSError`, the version is gone."""
 
     manifest: Manifest
-    make_durable: Callable[[], None] | None = None
+    make_durable: Callable[[], Manifest] | None = None
 
 
 def prepare_publish(request: VersionRequest, backend: TrainerBackend) -> PartialVersion:

@@ -55,8 +55,10 @@ class HostedRuns:
         return joint_calls.compute_together(waiting, self.operations_of)
 
     def release_copies(self) -> None:
+        """Free copies of weights, before a sleep or a wake."""
         for run in self._runs.values():
             run.publisher.release()
+            run.publisher.end_writing()
 
     def describe_run(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         about = self._runs[run_id].describe()

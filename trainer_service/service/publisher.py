@@ -1,8 +1,8 @@
 """Publishes the versions of a run, on rank 0.
 
-An early publish is answered once others can read the version. A thread then syncs it. The gateway
-counts no later answer until then, so a trainer that dies meanwhile publishes the same bits
-again."""
+An early publish is answered once others can read the version, in files or from a copy in memory. A
+thread then syncs its files, or writes them from the copy. The gateway counts no later answer until
+then, so a trainer that dies meanwhile publishes the same bits again."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from pathlib import Path
 
 from tandem.errors import PublishFailed, TandemError
 from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights import Manifest
 from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
-from trainer_service.checkpoints.publish import publish
-from trainer_service.checkpoints.storage import begin, storage_error
+from trainer_service.checkpoints.publish import hand_over, publish
+from trainer_service.checkpoints.storage import STALLED_AFTER, begin, storage_error
 from trainer_service.checkpoints.version_requests import (
     Published,
     VersionRequest,
@@ -47,6 +49,7 @@ class Publisher:
         trainer, began = self._trainer, time.perf_counter()
         version = VersionRequest.from_message(request, step=trainer.step)
         copy: KeptCopy | None = None
+        offered: common_pb2.Handoff | None = None
         self.release()
         try:
             published = published_by(version)
@@ -56,23 +59,29 @@ class Publisher:
                 if request.handoff and whole and trainer.control.size == 1:
                     held = sum(each.bytes for each in list(self._copies.values()))
                     copy = keep_copy(version.name, trainer.backend, held=held)
-                announce()
-                published = publish(version, trainer, copy, early=request.early)
+                if copy is not None and request.early:
+                    published = hand_over(version, trainer, copy)
+                    offered, copy = self._offer(copy, published), None
+                if offered is None:
+                    announce()
+                    published = publish(version, trainer, copy, early=request.early)
         except TandemError as error:
             if copy is not None:
                 copy.close()
             return trainer_pb2.PublishReply(failure=error.to_failure())
         assert published is not None
+        if copy is not None:
+            offered = self._offer(copy, published)
         before, self.newest = self.newest, version.name
         reply = _reply(published, version.path, seconds=time.perf_counter() - began)
         if published.make_durable is not None:
             self._complete(published.make_durable, reply, before=before)
-        if copy is not None and (offered := self._offer(copy)) is not None:
+        if offered is not None:
             reply.handoff.CopyFrom(offered)
         return reply
 
     def _complete(
-        self, make_durable: Callable[[], None], reply: trainer_pb2.PublishReply, *, before: str
+        self, make_durable: Callable[[], Manifest], reply: trainer_pb2.PublishReply, *, before: str
     ) -> None:
         name, durable = reply.version.name, trainer_pb2.PublishReply()
         durable.CopyFrom(reply)
@@ -80,7 +89,7 @@ class Publisher:
 
         def complete() -> trainer_pb2.PublishReply:
             try:
-                make_durable()
+                durable.bytes = make_durable().bytes
             except OSError as error:
                 if self.newest == name:
                     self.newest = before
@@ -103,12 +112,16 @@ class Publisher:
         unknown.set_result(trainer_pb2.PublishReply(failure=error.to_failure()))
         return unknown
 
-    def _offer(self, copy: KeptCopy) -> common_pb2.Handoff | None:
+    def _offer(self, copy: KeptCopy, published: Published) -> common_pb2.Handoff | None:
         self._copies[copy.name] = copy
-        offered = copy.offer(on_deadline=lambda: self.release(copy.name))
+        offered = copy.offer(published.manifest, on_deadline=lambda: self.release(copy.name))
         if offered is None:
             self.release(copy.name)
         return offered
+
+    def end_writing(self) -> None:
+        """Wait until no thread needs a copy on the device any more."""
+        wait_for(list(self._early.values()), timeout=STALLED_AFTER)
 
     def release(self, name: str = "") -> None:
         """Free the copy of a version after its reader has loaded it, from any thread.

@@ -10,7 +10,7 @@ import tinker
 
 from tandem.errors import LoadFailed
 from tests.support.gateway.running import running_gateway
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE, wait_until
 
 
 def save(training: tinker.TrainingClient) -> None:
@@ -35,6 +35,21 @@ def test_what_is_kept_is_named_to_the_engine_and_freed_after_the_load_well_or_no
 
         training.save_weights_for_sampler("named").result()
         assert not trainer.requests[-1].handoff, "no engine is to load it"
+
+
+def test_an_engine_that_refuses_the_memory_loads_the_files_once_they_are_written(tmp_path: Path):
+    with running_gateway(tmp_path, weights_handoff="on") as gate, gate.service() as service:
+        training = service.create_lora_training_client("tiny:full").result()
+        save(training)
+        (_, trainer), (_, sampler) = (gate.worker(kind) for kind in ("trainer", "sampler"))
+        sampler.handoff_error = LoadFailed("it is gone, and there are no files")
+        trainer.disk_gate.clear()
+        saving = training.save_weights_and_get_sampling_client()
+        wait_until(lambda: sampler.handoffs[-1] == trainer.published, what="the engine refused")
+        assert sampler.loaded[-1] != trainer.published
+        gate.run(trainer.disk_gate.set)
+        saving.result(timeout=PATIENCE)
+        assert (sampler.handoffs[-1], sampler.loaded[-1]) == ("", trainer.published)
 
 
 def test_a_gateway_that_ends_during_a_load_leaves_the_weights_to_the_engine(tmp_path: Path):

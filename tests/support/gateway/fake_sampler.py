@@ -33,6 +33,7 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
         self.gate = asyncio.Event()
         self.gate.set()
         self.load_error: TandemError | None = None
+        self.handoff_error: TandemError | None = None
         self.sample_error: TandemError | None = None
         self.speak = lambda tokens: tokens[::-1]
         self.max_length = 0
@@ -43,8 +44,9 @@ class FakeSampler(FakeSleep, sampler_pb2_grpc.SamplerServicer):
 
     async def Load(self, request, context):
         self.handoffs.append(request.handoff.name)
-        if self.load_error is not None:
-            return sampler_pb2.LoadReply(failure=self.load_error.to_failure())
+        error = self.load_error or (self.handoff_error if request.handoff.name else None)
+        if error is not None:
+            return sampler_pb2.LoadReply(failure=error.to_failure())
         self.loaded.append(request.version.name)
         if (slow := self.slow_loads.get(len(self.loaded))) is not None:
             await slow.wait()

@@ -270,7 +270,8 @@ class FakeTrainer(FakeSleep, trainer_pb2_grpc.TrainerServicer):
         await self.disk_gate.wait()
         if self.disk_error is not None:
             return trainer_pb2.PublishReply(failure=self.disk_error.to_failure())
-        return trainer_pb2.PublishReply(version=request.version, durable=True)
+        size = open_version(Path(request.version.path), checksums=False).bytes
+        return trainer_pb2.PublishReply(version=request.version, bytes=size, durable=True)
 
     async def Release(self, request, context):
         self.released.append(request.name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from dataclasses import dataclass, field, replace
@@ -207,23 +206,13 @@ def test_a_version_is_refused_while_the_engine_keeps_keys_and_values_of_the_one_
         loaded(engine_with(base, keeps_cache=True), base, version)
 
 
-def test_files_are_read_where_a_stale_one_stands_in_the_way_of_what_is_handed_over(
-    tmp_path: Path, monkeypatch
-):
+def test_files_are_read_where_the_manifest_of_what_is_handed_over_is_damaged(tmp_path: Path):
     base = write(tmp_path / "base", seed=1)
     version = write_version(tmp_path / "v1", seed=2)
     loader = Loader(engine_with(base), base=base, tolerance=0.5)
-    answers = iter([OSError(errno.ESTALE, "Stale file handle"), False])
-
-    def is_tied(_: Path) -> bool:
-        if isinstance(answer := next(answers), OSError):
-            raise answer
-        return answer
-
-    monkeypatch.setattr("sampler_service.weights.loader.is_tied", is_tied)
-    handoff = common_pb2.Handoff(name=version.name, dtype="bfloat16")
-    verified = loader.verify(replace(version, handoff=handoff), lambda: None)
-    assert "Stale" in verified.handoff_failure
+    whole = common_pb2.Handoff(name=version.name, dtype="bfloat16", manifest=b"{")
+    verified = loader.verify(replace(version, handoff=whole), lambda: None)
+    assert "Manifest" in verified.handoff_failure
     assert verified.version.handoff is None and verified.sums
 
 

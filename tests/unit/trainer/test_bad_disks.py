@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import pytest
 
@@ -30,8 +31,20 @@ def disk(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def operations(models) -> Operations:
+def adapters(models) -> Operations:
     return make(models["qwen3"], SPEC)
+
+
+@pytest.fixture(scope="module")
+def whole(models) -> Operations:
+    return make(models["qwen3"], None)
+
+
+@pytest.fixture
+def operations(request, adapters, whole) -> Operations:
+    """A run with adapters, or one whose weights are handed over."""
+    parameters = getattr(request.node, "callspec", SimpleNamespace(params={})).params
+    return whole if parameters.get("write") is hand_over else adapters
 
 
 def header(path: Path) -> common_pb2.OperationHeader:
@@ -46,14 +59,23 @@ def publish(operations: Operations, path: Path) -> str:
     return told(reply)
 
 
-def publish_early(operations: Operations, path: Path) -> str:
+def publish_early(operations: Operations, path: Path, *, handoff: bool = False) -> str:
     version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
-    request = trainer_pb2.PublishRequest(header=header(path), version=version, early=True)
+    request = trainer_pb2.PublishRequest(
+        header=header(path), version=version, early=True, handoff=handoff
+    )
     reply = operations.publish(request)
     if not reply.durable and not reply.HasField("failure"):
         reply = operations.publisher.await_published(request).result(timeout=60)
     assert reply.durable or reply.HasField("failure")
     return told(reply)
+
+
+def hand_over(operations: Operations, path: Path) -> str:
+    try:
+        return publish_early(operations, path, handoff=True)
+    finally:
+        operations.publisher.release()
 
 
 def save(operations: Operations, path: Path) -> str:
@@ -82,7 +104,7 @@ def check(operations: Operations, path: Path) -> None:
         training_state.check(path, operations.trainer, optimizer=True)
 
 
-writes = pytest.mark.parametrize("write", [publish, publish_early, save, snapshot])
+writes = pytest.mark.parametrize("write", [publish, publish_early, hand_over, save, snapshot])
 
 
 @writes
@@ -120,7 +142,7 @@ def test_what_cannot_be_computed_is_told_while_the_disk_still_stands_still(
         sync_at_once(syncs)
         ended.set()
 
-    monkeypatch.setattr("trainer_service.checkpoints.publish.sync_at_once", sync_slowly)
+    monkeypatch.setattr("trainer_service.checkpoints.version_files.sync_at_once", sync_slowly)
     make_folder(run := tmp_path / "data" / "kind" / "run")
     with monkeypatch.context() as patch:
         patch.setattr("trainer_service.checkpoints.publish.compute_canary", fail)
@@ -132,7 +154,7 @@ def test_what_cannot_be_computed_is_told_while_the_disk_still_stands_still(
     assert [each.name for each in run.iterdir()] == ["one"]
 
 
-@pytest.mark.parametrize("write", [publish, publish_early, save])
+@pytest.mark.parametrize("write", [publish, publish_early, hand_over, save])
 def test_a_trainer_killed_anywhere_is_followed_by_one_that_completes_what_it_wrote(
     operations, disk, tmp_path, write
 ):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,15 +12,100 @@ from safetensors.numpy import load_file
 from sampler_service.weights.handoff import open_handoff
 from tandem.backends.memory import Available, MemoryPlan
 from tandem.errors import LoadFailed
-from tandem.v1 import common_pb2
-from tandem.weights import open_version
+from tandem.v1 import common_pb2, trainer_pb2
+from tandem.weights import Manifest, open_version
 from tandem.weights.sums import sum_of
 from tests.support.files import memory_files
-from tests.support.local_trainer import SPEC, make, publish
-from tests.support.waiting import wait_until
+from tests.support.local_trainer import SPEC, make, publish, train
+from tests.support.waiting import PATIENCE, wait_until
+from tests.support.worker_process import RUN
 from trainer_service.backends.base import Export
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
+from trainer_service.checkpoints import storage, version_files
+from trainer_service.service.operations import Operations
+
+MANIFEST = Manifest(
+    version="v1", run_id="r", step=1, dtype="float32", tensors=0, created="", files=[]
+)
+
+
+def publish_early(operations: Operations, path: Path) -> trainer_pb2.PublishReply:
+    version = common_pb2.WeightVersion(name=f"{RUN}/{path.name}", path=str(path), run_id=RUN)
+    request = trainer_pb2.PublishRequest(version=version, handoff=True, early=True)
+    reply = operations.publish(request)
+    assert not reply.HasField("failure"), reply.failure
+    return reply
+
+
+def durable(operations: Operations, reply: trainer_pb2.PublishReply) -> trainer_pb2.PublishReply:
+    request = trainer_pb2.PublishRequest(version=reply.version)
+    return operations.publisher.await_published(request).result(timeout=PATIENCE)
+
+
+def test_weights_are_handed_over_before_their_files_are_written(models, tmp_path, monkeypatch):
+    """The files have the copy's numbers, also if the trainer goes on, and the copy is released."""
+    write_files, go_on = publishing.write_files, Event()
+
+    def write_later(*given: object, **named: object) -> object:
+        assert go_on.wait(PATIENCE)
+        return write_files(*given, **named)
+
+    monkeypatch.setattr(publishing, "write_files", write_later)
+    trainer = make(models["qwen3_moe"], None)
+    reply = publish_early(trainer, tmp_path / "v1")
+    assert not reply.durable and not reply.bytes and not (tmp_path / "v1").exists()
+    copied = {name: tensor.clone() for name, tensor in open_handoff(reply.handoff)}
+    offered = Manifest.model_validate_json(reply.handoff.manifest)
+    train(trainer, 1)
+    trainer.publisher.release(reply.version.name)
+    go_on.set()
+    ended = durable(trainer, reply)
+    manifest = open_version(tmp_path / "v1")
+    assert ended.durable and ended.bytes == manifest.bytes > 0
+    assert (offered.sums, offered.canary) == (manifest.sums, manifest.canary)
+    files = load_file(tmp_path / "v1" / "model.safetensors")
+    assert files.keys() == copied.keys()
+    for name, tensor in copied.items():
+        np.testing.assert_array_equal(tensor.numpy(), files[name])
+    assert memory_files() == 0
+
+
+def test_a_trainer_sleeps_only_after_its_copy_is_written(models, tmp_path, monkeypatch):
+    """A copy on a GPU would stay there."""
+    write_files, began, go_on = publishing.write_files, Event(), Event()
+
+    def write_later(*given: object, **named: object) -> object:
+        began.set()
+        assert go_on.wait(PATIENCE)
+        return write_files(*given, **named)
+
+    monkeypatch.setattr(publishing, "write_files", write_later)
+    trainer = make(models["qwen3"], None)
+    reply = publish_early(trainer, tmp_path / "v1")
+    assert began.wait(PATIENCE)
+    sleeping = storage.begin(trainer.publisher.end_writing)
+    assert not sleeping.done()
+    go_on.set()
+    sleeping.result(timeout=PATIENCE)
+    assert durable(trainer, reply).durable and (tmp_path / "v1").exists()
+    trainer.publisher.release()
+
+
+def test_a_copy_whose_files_cannot_be_written_is_no_version(models, tmp_path, monkeypatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer = make(models["qwen3"], None)
+    with monkeypatch.context() as patched:
+        patched.setattr(version_files, "write_tensors", full)
+        ended = durable(trainer, publish_early(trainer, tmp_path / "v1"))
+    assert (ended.failure.type, ended.durable) == ("storage_full", False)
+    assert list(tmp_path.iterdir()) == [] and not trainer.publisher.newest
+    reply = publish_early(trainer, tmp_path / "v1")
+    assert durable(trainer, reply).durable
+    open_version(tmp_path / "v1")
+    trainer.publisher.release()
 
 
 def test_the_copy_has_what_the_files_have_and_the_manifest_its_sums(models, tmp_path: Path):
@@ -57,7 +143,7 @@ def test_tensors_of_all_shapes_and_types_are_what_they_were():
     copy = kept.keep_copy("v1", backend)
     for _ in copy.copying(iter(tensors.items())):
         pass
-    found = dict(open_handoff(copy.offer(on_deadline=lambda: None)))
+    found = dict(open_handoff(copy.offer(MANIFEST, on_deadline=lambda: None)))
     copy.close()
     assert list(found) == list(tensors)
     for name, tensor in tensors.items():
@@ -153,7 +239,7 @@ def test_a_version_that_could_not_be_written_is_not_handed_over(models, tmp_path
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(publishing, "_write_tensors", full)
+    monkeypatch.setattr(publishing, "write_tensors", full)
     with pytest.raises(AssertionError, match="storage_full"):
         publish(trainer, tmp_path / "v1", handoff=True)
     assert memory_files() == 0

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from trainer_service.backends.base import Export
 from trainer_service.batches.micro_batches import plan_batch
-from trainer_service.checkpoints.publish import assign_owners, name_files
 from trainer_service.checkpoints.storage import FILE_BYTES
+from trainer_service.checkpoints.version_files import assign_owners, name_files
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 ranks = st.integers(1, 5)

@@ -19,7 +19,13 @@ from tests.support.losses.batches import mixed_data
 from tests.support.trainer_worker import request
 from tests.support.worker_process import RUN
 from trainer_service.backends.base import Export
-from trainer_service.checkpoints import publish, shards, storage, training_state
+from trainer_service.checkpoints import (
+    publish,
+    shards,
+    storage,
+    training_state,
+    version_files,
+)
 from trainer_service.compute.control_group import ControlGroup
 from trainer_service.service.operations import Operations
 
@@ -52,7 +58,7 @@ def test_a_disk_that_is_full_before_the_write_is_told_with_sizes(models, tmp_pat
 def test_a_disk_that_fills_up_during_the_write_leaves_nothing(models, tmp_path, monkeypatch):
     operations = Operations(make_rank(models["qwen3"]))
     with monkeypatch.context() as patched:
-        patched.setattr(publish, "_write_tensors", full_disk)
+        patched.setattr(publish, "write_tensors", full_disk)
         assert publish_to(operations, tmp_path / "v1").failure.type == "storage_full"
     assert list(tmp_path.iterdir()) == []
     assert not publish_to(operations, tmp_path / "v1").HasField("failure")
@@ -83,7 +89,7 @@ def small_files():
 def test_a_file_that_may_not_grow_so_large_is_the_error_of_the_kernel(tmp_path, small_files):
     file = storage.HashedFile(tmp_path / "a.safetensors", progress=storage.ByteCount())
     with pytest.raises(OSError) as caught, closing(file):
-        publish._write_tensors(
+        publish.write_tensors(
             file,
             [Export("a", (100_000,), torch.float32, unit="a")],
             iter([("a", torch.zeros(100_000))]),
@@ -139,7 +145,7 @@ def test_a_version_of_several_files_is_the_model(models, tmp_path, monkeypatch):
     trainer = make_rank(models["qwen3_moe"])  # its files differ in layout from its modules
     publish_to(Operations(trainer), tmp_path / "one")
     most = max(each.bytes for each in trainer.backend.exports())
-    monkeypatch.setattr(publish, "FILE_BYTES", most)
+    monkeypatch.setattr(version_files, "FILE_BYTES", most)
     assert not publish_to(Operations(trainer), tmp_path / "many").HasField("failure")
     manifest = open_version(tmp_path / "many")
     files = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
@@ -158,7 +164,7 @@ def test_several_threads_write_the_files_of_one_rank(models, tmp_path, monkeypat
     trainer = make_rank(models["qwen3"])
     assert trainer.backend.exports_stay
     assert not publish_to(Operations(trainer), tmp_path / "one").HasField("failure")
-    monkeypatch.setattr(publish, "_writers", lambda device, exports: 3)
+    monkeypatch.setattr(publish, "writers_of", lambda device, exports: 3)
     assert not publish_to(Operations(trainer), tmp_path / "many").HasField("failure")
     one, many = (open_version(tmp_path / name) for name in ("one", "many"))
     assert sum(entry.name.endswith(".safetensors") for entry in many.files) == 3
