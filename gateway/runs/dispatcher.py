@@ -59,6 +59,7 @@ class Dispatcher:
         self._refusal: TandemError | None = None
         self._ended: TandemError | None = None
         self._wake = asyncio.Event()
+        self._call_ended = asyncio.Event()
         self._gap_since: float | None = None
         self._drained: asyncio.Future[None] | None = None
         self._log = get_log()
@@ -176,6 +177,13 @@ class Dispatcher:
         under_way, self._under_way = self._under_way, {}
         for operation in [call.operation for call in under_way.values()] + self._take_all():
             self._end(operation, error)
+        self._call_ended.set()
+
+    async def until_recorded(self) -> None:
+        """Wait until the journal has the outcomes that clients have already."""
+        while any(call.operation.future.unrecorded for call in self._under_way.values()):
+            self._call_ended.clear()
+            await self._call_ended.wait()
 
     def describe(self, seq_id: int) -> Waiting:
         now = time.monotonic()
@@ -249,6 +257,7 @@ class Dispatcher:
             self._take_back(call, outcome)
         self._completions.note()
         self._end(operation, outcome)
+        self._call_ended.set()
         if broken is not None:
             raise broken
         self._wake.set()

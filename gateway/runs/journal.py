@@ -221,16 +221,24 @@ class Journal:
         equal one. It gets a failure after the commit, unless the storage fails, because a failure
         might not repeat. Uncommitted outcomes stay in memory, without a body if there is no room.
         """
-        request_id = operation.future.request_id
-        if operation.future.ended or request_id in self._unwritten:
+        future, request_id = operation.future, operation.future.request_id
+        if (future.ended and not future.unrecorded) or request_id in self._unwritten:
             return
+        if future.unrecorded:
+            assert future.outcome is not None
+            if isinstance(outcome, TandemError):
+                self._log.warning(
+                    "ended_after_answer", request_id=request_id, reason=outcome.message
+                )
+            outcome = future.outcome  # the client has it
+            future.unrecorded = False
         error = outcome if isinstance(outcome, TandemError) else None
         labels = {"kind": operation.kind, "outcome": error.type if error else "done"}
         self.metrics.operations.labels(**labels).inc()
         self.metrics.operation_seconds.labels(kind=operation.kind).observe(
-            time.monotonic() - operation.future.accepted_at
+            time.monotonic() - future.accepted_at
         )
-        ended = partial(operation.future.resolve, outcome)
+        ended = partial(future.resolve, outcome)
         if error is None:
             ended()
         else:

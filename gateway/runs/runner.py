@@ -20,6 +20,7 @@ from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import (
     CheckpointPath,
     relative_version_folder,
+    sampling_session_id_of,
 )
 from gateway.runs.delivery import CallDelivery
 from gateway.runs.early_engines import sampler_of
@@ -46,6 +47,7 @@ from gateway.workers.clients import WorkerUnavailable
 from gateway.workers.model_sizes import read_ahead
 from tandem.errors import (
     NameTaken,
+    PublishFailed,
     SequenceGap,
     StorageFailed,
     TandemError,
@@ -54,7 +56,7 @@ from tandem.errors import (
 )
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
-from tandem.weights import new_version_name
+from tandem.weights import Manifest, new_version_name, open_version
 
 
 @dataclass(frozen=True)
@@ -248,30 +250,55 @@ class OperationRunner:
             )
             call.is_paused = lambda: not sampler.serves
             run.timeline.engines.update(engine.key for engine in sampler.engines)
-            # The files are synced while the engine loads them. If they are lost, nobody loads them.
-            try:
-                async with asyncio.TaskGroup() as both:
-                    both.create_task(self._complete(call, written, sampled=True))
-                    loading = both.create_task(
-                        self._load_into(sampler, call, written, in_flight=in_flight)
-                    )
-            except ExceptionGroup as failed:
-                raise failed.exceptions[0] from None
-            error = loading.result()
-            if written.handoff is not None and not in_flight and not sampler.has(written.version):
-                # The engine refused the trainer's memory, or ended. Now there are files.
-                again = replace(written, handoff=None)
-                error = await self._load_into(sampler, call, again, in_flight=False)
-            if error is not None:
-                raise error
-            assert body.sampling_session_seq_id is not None
-            session = await self._tools.sampling.create_ephemeral(
-                session_id=run.session_id,
-                number=body.sampling_session_seq_id,
-                kind=body.kind,
-                version=written.version,
+            session = sampling_session_id_of(
+                session_id=run.session_id, number=body.sampling_session_seq_id or 0
             )
-            return json_result(type="save_weights_for_sampler", sampling_session_id=session.id)
+            with self._tools.sampling.opening(session):
+                try:  # the files are synced while the engine loads them
+                    async with asyncio.TaskGroup() as both:
+                        durable = both.create_task(self._complete(call, written, sampled=True))
+                        opening = both.create_task(
+                            self._open_session(call, body, sampler, written, durable)
+                        )
+                except ExceptionGroup as failed:  # if files are lost, nobody loads them
+                    raise failed.exceptions[0] from None
+                if (error := opening.result()) is not None:
+                    raise error
+                await self._tools.sampling.record(session, durable.result())
+        return _session_result(session)
+
+    async def _open_session(
+        self,
+        call: Call,
+        body: SaveWeightsForSampler,
+        sampler: Sampler,
+        written: _Written,
+        durable: asyncio.Task[WeightVersion],
+    ) -> TandemError | None:
+        """Load a version and open its sampling session. Returns an engine's error, if any.
+
+        The client gets the result then, before the files are durable, because another gateway or
+        trainer would publish the same bits again. The journal gets it afterwards."""
+        in_flight = body.kind == "inflight"
+        if handed_over := written.handoff is not None and not in_flight:
+            sampler.await_files(written.version.name, durable)
+        error = await self._load_into(sampler, call, written, in_flight=in_flight)
+        if error is not None and handed_over:
+            await asyncio.wait({durable})  # now there are files
+            again = replace(written, handoff=None)
+            error = await self._load_into(sampler, call, again, in_flight=False)
+        if error is not None:
+            return error
+        assert body.sampling_session_seq_id is not None
+        session = await self._tools.sampling.open_ephemeral(
+            session_id=self._run.session_id,
+            number=body.sampling_session_seq_id,
+            kind=body.kind,
+            version=written.version,
+        )
+        if not in_flight:
+            call.operation.future.resolve_early(_session_result(session.id))
+        return None
 
     async def _load_into(
         self, sampler: Sampler, call: Call, written: _Written, *, in_flight: bool
@@ -329,8 +356,7 @@ class OperationRunner:
     ) -> WeightVersion:
         """Publish and return a weight version, which may be `sampled`."""
         written = await self._write(call, name)
-        await self._complete(call, written, sampled=sampled, becomes_parent=becomes_parent)
-        return written.version
+        return await self._complete(call, written, sampled=sampled, becomes_parent=becomes_parent)
 
     async def _write(
         self, call: Call, name: str, *, to: Sampler | None = None, early: bool = False
@@ -372,12 +398,15 @@ class OperationRunner:
 
     async def _complete(
         self, call: Call, written: _Written, *, sampled: bool, becomes_parent: bool = True
-    ) -> None:
-        """Wait until a version is durable, and record it. Later operations end after that."""
+    ) -> WeightVersion:
+        """Wait until a version is durable, record it, and return it. Later operations end after
+        that."""
         run, version, name = self._run, written.version, written.version.name
         if written.until_durable is None:
-            return
+            return version
         reply = await written.until_durable()
+        if written.handoff is not None and written.handoff.manifest:
+            await asyncio.to_thread(_check_files, version, written.handoff.manifest)
         version = replace(version, bytes=reply.bytes)
         facts = {"parent": name} if becomes_parent else {}
         facts |= {"newest": name} if sampled else {}
@@ -396,6 +425,7 @@ class OperationRunner:
             "published", version=name, bytes=version.bytes, seconds=round(written.seconds, 4)
         )
         call.release()
+        return version
 
     def _hands_over(self, sampler: Sampler) -> bool:
         run, wanted = self._run, self._tools.settings.weights_handoff
@@ -404,7 +434,9 @@ class OperationRunner:
         if wanted == "auto" and run.about.device != "cuda":
             return False
         engines = sampler.engines
-        return len(engines) == 1 and engines[0].is_beside(run.host.key)
+        if len(engines) != 1 or not engines[0].takes_handoffs:
+            return False
+        return engines[0].is_beside(run.host.key)
 
     async def _release_handoff(self, version: str) -> None:
         """Let the trainer free the weights of a handoff. Otherwise it frees them after a while."""
@@ -480,3 +512,18 @@ class OperationRunner:
                 expires_at=now + ttl if ttl is not None else None,
             )
         )
+
+
+def _check_files(version: WeightVersion, handed_over: bytes) -> None:
+    """Raise `PublishFailed` if a version's files have other numbers than the engine got: those of a
+    trainer that died, whose replacement may compute other bits on a GPU."""
+    sums = Manifest.model_validate_json(handed_over).sums
+    if open_version(Path(version.path), checksums=False).sums != sums:
+        raise PublishFailed(
+            f"the trainer died before it wrote {version.name}, and its replacement computed other "
+            "numbers; publish the weights again"
+        )
+
+
+def _session_result(sampling_session_id: str) -> Result:
+    return json_result(type="save_weights_for_sampler", sampling_session_id=sampling_session_id)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
+from gateway.checkpoints.versions import WeightVersion
 from gateway.sampling.balancer import Balancer, Work
 from gateway.sampling.engine import EngineLost, SamplerEngine
 from gateway.sampling.replicas import Replicas
@@ -73,6 +74,8 @@ class SamplerCalls:
             requests=self.requests,
         )
         self._under_way: dict[AssignedCall, None] = {}  # in order of sending
+        self.unwritten: dict[str, asyncio.Future[WeightVersion]] = {}
+        """Versions that an engine has from memory, whose files are being written."""
         self._log = get_log(session_id=self.first.session_id)
 
     @property
@@ -109,7 +112,10 @@ class SamplerCalls:
                 # It may follow a newer version by now.
                 if not call.work.samples or call.version.name not in engine.refused:
                     reply = await self.ask(call, send)
-                    if not self._is_refused_alone(call, reply):
+                    lacks_files = reply.failure.type == LoadFailed.type and call.work.samples > 0
+                    if lacks_files and call.version.name in self.unwritten:
+                        await self.until_written(call.version.name)
+                    elif not self._is_refused_alone(call, reply):
                         return reply
             except EngineLost:
                 pass
@@ -139,6 +145,11 @@ class SamplerCalls:
                 call.engine = call.to
             else:
                 call.engine = await self.assigned(call.work)
+
+    async def until_written(self, version: str) -> None:
+        """Wait for the files of a version that an engine has from memory."""
+        if (written := self.unwritten.get(version)) is not None:
+            await asyncio.wait({written})
 
     def _is_refused_alone(self, call: AssignedCall, reply: Answer) -> bool:
         """Whether an engine cannot load a sample's version, and another engine has it."""

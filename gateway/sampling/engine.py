@@ -39,6 +39,7 @@ EngineState = Literal["idle", "queued", "starting", "ready", "failed", "stopped"
 """An `idle` engine starts with the next request. A `queued` one waits for its place or start."""
 
 _MOST_REFUSALS = 1000
+_MOST_HANDOFFS_REFUSED = 3
 
 _Reply = TypeVar("_Reply")
 
@@ -82,6 +83,7 @@ class SamplerEngine:
         self._state: EngineState = "idle"
         self.refused: dict[str, str] = {}
         """Versions that its process refused although others serve them, with the reasons."""
+        self._handoffs_refused = 0
         self._adapters: dict[str, None] = {}
         self._state_since = time.monotonic()
         self._died = asyncio.Event()
@@ -224,6 +226,15 @@ class SamplerEngine:
             if len(self._adapters) > self.settings.max_adapters:
                 del self._adapters[next(iter(self._adapters))]
 
+    def note_handoff(self, *, taken: bool) -> None:
+        """Note whether its process took weights from a trainer's memory."""
+        self._handoffs_refused = 0 if taken else self._handoffs_refused + 1
+
+    @property
+    def takes_handoffs(self) -> bool:
+        """Whether weights in memory are worth an attempt. Its next process is asked again."""
+        return self._handoffs_refused < _MOST_HANDOFFS_REFUSED
+
     def note_refused(self, name: str, reason: str) -> None:
         """Note that it gets no samples of a version, until it loads that or starts again."""
         self.refused.pop(name, None)
@@ -351,6 +362,7 @@ class SamplerEngine:
         self._set_weights(f"base/{self.model.name}")
         self._adapters.clear()
         self.refused.clear()
+        self._handoffs_refused = 0
 
     def _set_state(self, state: EngineState, reason: str = "") -> None:
         self._state = state

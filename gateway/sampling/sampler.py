@@ -260,6 +260,9 @@ class Sampler:
                 replies = await self._load(request)
         finally:
             self._demand(-1)
+        if handoff is not None:
+            for engine, reply in replies:
+                engine.note_handoff(taken=reply.handed_off)
         loaded = [(e, reply) for e, reply in replies if not reply.HasField("failure")]
         if not loaded:
             raise from_failure(replies[0][1].failure)
@@ -285,9 +288,10 @@ class Sampler:
                 handoff_failure=reply.handoff_failure,
             )
 
-    def has(self, version: WeightVersion) -> bool:
-        """Return whether a serving engine has a version."""
-        return any(version.name in engine.loaded for engine in self.engines)
+    def await_files(self, name: str, written: asyncio.Future[WeightVersion]) -> None:
+        """Send a version that was handed over in memory to other engines once it is `written`."""
+        self.calls.unwritten[name] = written
+        written.add_done_callback(lambda _: self.calls.unwritten.pop(name, None))
 
     def _follow(self, version: common_pb2.WeightVersion, *, led: bool) -> None:
         """Move in-flight samples to a newer version of their run for their next sending. `led`: the
@@ -369,6 +373,9 @@ class Sampler:
         self, engine: SamplerEngine, request: sampler_pb2.LoadRequest
     ) -> sampler_pb2.LoadReply | None:
         """Return one engine's answer beside others, None if it leaves or its process ended."""
+        if request.HasField("handoff"):  # that is for another engine
+            await self.calls.until_written(request.version.name)
+            request = sampler_pb2.LoadRequest(version=request.version, in_flight=request.in_flight)
         work = Work(request.version.name)
         load = AssignedCall(work=work, version=request.version, during="a load", engine=engine)
         with self.balancer.under_way(engine, work):
@@ -392,6 +399,7 @@ class Sampler:
         while (version := self._newest) is not None:
             if version.name in engine.loaded or version.name in engine.refused:
                 return
+            await self.calls.until_written(version.name)
             request = sampler_pb2.LoadRequest(version=version)
             with self.pins.pinned(relative_version_folder(version.name)):
                 reply = await self._load_too(engine, request)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Hashable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -43,6 +43,8 @@ from tandem.weights import version_number
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 SamplingUpdates = Literal["wait", "keep", "abort"]
+_PATIENCE = 60.0
+"""Seconds of a request for a sampling session that an unfinished operation creates."""
 _UPDATES = {"keep": sampler_pb2.UPDATES_KEEP, "abort": sampler_pb2.UPDATES_ABORT}
 
 SUPERSEDED_TTL = 300.0
@@ -103,6 +105,11 @@ class SamplingSessionRegistry:
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._early: set[str] = set()
+        """Sessions without a row, because their version is not durable yet."""
+        self._awaited: dict[str, asyncio.Future[None]] = {}
+        """The ends of the operations that create sessions, by the sessions' ids."""
+        self._lost: dict[str, str] = {}
         self._log = get_log()
 
     async def restore_sessions(self) -> None:
@@ -192,7 +199,7 @@ class SamplingSessionRegistry:
         session.used_at = time.monotonic()
         return session
 
-    async def create_ephemeral(
+    async def open_ephemeral(
         self,
         *,
         session_id: str,
@@ -200,15 +207,47 @@ class SamplingSessionRegistry:
         kind: Literal["snapshot", "inflight"],
         version: WeightVersion,
     ) -> SamplingSession:
-        """Create a sampling session for a run's new version. An inflight save moves the run's
-        earlier inflight sampling sessions to it. A repeated call returns the original."""
+        """Open a sampling session for a run's new version, within `opening` and before `record`. A
+        repeated call returns the original."""
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if session is None or session.kind != kind or _number(session.version) < _number(version):
-            session = await self._add(
+            session = await self._new(
                 session_id=session_id, number=number, kind=kind, version=version
             )
+            self._open(session)
+            self._early.add(session.id)
+        return session
+
+    @contextmanager
+    def opening(self, sampling_session_id: str) -> Iterator[None]:
+        """End the sampling session at an error before `record`, if it was opened."""
+        try:
+            yield
+        except BaseException as error:
+            if sampling_session_id in self._early:
+                self._early.remove(sampling_session_id)
+                if self._active.pop(sampling_session_id, None) is not None:
+                    self._lost[sampling_session_id] = describe(error)
+            raise
+
+    def await_session(self, sampling_session_id: str, end: asyncio.Future[None]) -> None:
+        """Let requests wait for a sampling session that an earlier gateway's client may have."""
+        self._awaited[sampling_session_id] = end
+        end.add_done_callback(lambda _: self._awaited.pop(sampling_session_id, None))
+
+    async def record(self, sampling_session_id: str, version: WeightVersion) -> None:
+        """Record an opened sampling session, whose version is durable now. An inflight save moves
+        the run's earlier inflight sampling sessions to it."""
+        session = self._active.get(sampling_session_id)
+        if session is None:  # its session has ended
+            self._early.discard(sampling_session_id)
+            return
+        if sampling_session_id in self._early:
+            self._early.remove(sampling_session_id)
+            session.version = version
+            await self._insert(session)
             await self.database.sync()  # its client may ask for it much later
-        if kind == "inflight":
+        if session.kind == "inflight":
             of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
             inflight = [s for s in of_run if s.kind == "inflight"]
             # Two saves can load at once, and the older may finish last.
@@ -216,7 +255,6 @@ class SamplingSessionRegistry:
             for each in inflight:
                 each.version = newest
             self._update([s.id for s in inflight], version=newest.name)
-        return session
 
     async def change(
         self, session: SamplingSession, bounds: Bounds, updates: SamplingUpdates | None
@@ -246,9 +284,16 @@ class SamplingSessionRegistry:
     async def require(self, sampling_session_id: str) -> SamplingSession:
         """Return an active sampling session. Raises `UnknownSampler`, with the reason."""
         session = self._active.get(sampling_session_id)
+        if session is None and (end := self._awaited.get(sampling_session_id)) is not None:
+            await asyncio.wait({end}, timeout=_PATIENCE)
+            session = self._active.get(sampling_session_id)
         if session is not None:
             session.used_at = time.monotonic()
             return session
+        if (reason := self._lost.get(sampling_session_id)) is not None:
+            raise UnknownSampler(
+                f"the weights of sampling session {sampling_session_id} are lost: {reason}"
+            )
         if not await self.known(sampling_session_id):
             raise unknown_sampler(sampling_session_id)
         raise UnknownSampler(
@@ -267,6 +312,8 @@ class SamplingSessionRegistry:
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's sampling sessions. Return the runs of their versions."""
+        prefix = sampling_session_id_of(session_id=session_id, number=0)[:-1]
+        self._lost = {id: why for id, why in self._lost.items() if not id.startswith(prefix)}
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
@@ -315,7 +362,25 @@ class SamplingSessionRegistry:
         version: WeightVersion,
         model_path: str = "",
     ) -> SamplingSession:
-        session = SamplingSession(
+        session = await self._new(
+            session_id=session_id, number=number, kind=kind, version=version, model_path=model_path
+        )
+        if (existing := self._active.get(session.id)) is not None:  # two requests at once
+            return _repeated(existing, base_model=version.base_model, model_path=model_path)
+        self._open(session)
+        await self._insert(session)
+        return session
+
+    async def _new(
+        self,
+        *,
+        session_id: str,
+        number: int,
+        kind: SamplingKind,
+        version: WeightVersion,
+        model_path: str = "",
+    ) -> SamplingSession:
+        return SamplingSession(
             id=sampling_session_id_of(session_id=session_id, number=number),
             session_id=session_id,
             kind=kind,
@@ -324,27 +389,29 @@ class SamplingSessionRegistry:
             version=version,
             rank=await self._rank_of(version),
         )
-        existing = self._active.get(session.id)
-        if existing is not None and kind in ("base", "named"):  # two requests at once
-            return _repeated(existing, base_model=version.base_model, model_path=model_path)
-        if existing is not None:
+
+    def _open(self, session: SamplingSession) -> None:
+        """Open a sampling session, which gets its row later."""
+        if session.id in self._active:
             raise InvalidRequest(f"there is a sampling session {session.id} already")
-        owner = self.sessions.require(session_id).owner
-        self.samplers.check_model(session_id, version.base_model)
+        owner = self.sessions.require(session.session_id).owner
+        self.samplers.check_model(session.session_id, session.base_model)
         used = self.sessions.count_of(owner, (s.session_id for s in self._active.values()))
         self.limits.check("sampling_sessions", owner=owner, used=used)
         self._active[session.id] = session
+
+    async def _insert(self, session: SamplingSession) -> None:
         try:
             await self.database.write(
                 insert(sampling_sessions),
                 {
                     "id": session.id,
-                    "session_id": session_id,
-                    "kind": kind,
-                    "base_model": version.base_model,
-                    "model_path": model_path,
-                    "run_id": version.run_id,
-                    "version": version.name,
+                    "session_id": session.session_id,
+                    "kind": session.kind,
+                    "base_model": session.base_model,
+                    "model_path": session.model_path,
+                    "run_id": session.version.run_id,
+                    "version": session.version.name,
                     "state": "active",
                     "created_at": time.time(),
                 },
@@ -356,7 +423,6 @@ class SamplingSessionRegistry:
                     f"there was a sampling session {session.id} before; give each its own number"
                 ) from error
             raise
-        return session
 
     async def _rank_of(self, version: WeightVersion) -> int:
         if not version.adapter:

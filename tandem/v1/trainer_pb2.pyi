@@ -582,7 +582,7 @@ class PublishReply(google.protobuf.message.Message):
     HANDOFF_FIELD_NUMBER: builtins.int
     DURABLE_FIELD_NUMBER: builtins.int
     bytes: builtins.int
-    """The bytes of all files, 0 before they are written."""
+    """The bytes of all files, or those in memory before they are written."""
     seconds: builtins.float
     durable: builtins.bool
     """The version survives a power failure. Otherwise AwaitPublished tells when."""

@@ -94,12 +94,6 @@ class KeptCopy:
             found[each.name] = content.view(dtype).view(tuple(each.shape))
         return found
 
-    def free_unused(self) -> None:
-        """Give memory of tensors that nobody has any more back to the device."""
-        if self._memory.device.type == "cuda":
-            with torch.cuda.device(self._memory.device):
-                torch.cuda.empty_cache()
-
     def offer(
         self, manifest: Manifest, *, on_deadline: Callable[[], None]
     ) -> common_pb2.Handoff | None:
@@ -137,8 +131,6 @@ class _OnHost:
 
     outlives_close = True
 
-    device = torch.device("cpu")
-
     def __init__(self, size: int) -> None:
         self._file = os.memfd_create("tandem-weights")
         try:
@@ -167,7 +159,6 @@ class _OnGpu:
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.empty(size, dtype=torch.uint8, device="cuda")
-        self.device = self.bytes.device
         self._counter: tuple[bytes, int] | None = None
 
     def offer(self, message: common_pb2.Handoff) -> None:
@@ -192,10 +183,17 @@ class _OnGpu:
         if self._counter is not None:
             # A reader that has finished has released it too. A negative count is harmless.
             torch.UntypedStorage._release_ipc_counter(*self._counter)
+        device = self.bytes.device
         del self.bytes
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(device):
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()  # torch's cached memory is unavailable to other processes
+
+
+def free_unused(device: str) -> None:
+    """Give memory of tensors that nobody has any more back to the current device."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _aligned(size: int) -> int:

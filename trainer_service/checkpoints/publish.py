@@ -5,12 +5,13 @@ A version is the whole model, or a LoRA run's adapter in PEFT's layout."""
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial as with_arguments
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,11 +29,10 @@ from tandem.weights.layout import (
 )
 from tandem.weights.store import fsync_path, sync_at_once
 from tandem.weights.sums import TensorSums
-from trainer_service.backends.base import Export
+from trainer_service.backends.base import Export, TrainerBackend
 from trainer_service.batches.micro_batches import MicroBatch
-from trainer_service.checkpoints.handoff import KeptCopy
+from trainer_service.checkpoints.handoff import KeptCopy, free_unused
 from trainer_service.checkpoints.storage import (
-    STALLED_AFTER,
     ByteCount,
     HashedFile,
     agree,
@@ -57,13 +57,9 @@ from trainer_service.checkpoints.version_requests import (
 from trainer_service.compute.control_group import LaterResults
 from trainer_service.compute.trainer import RankTrainer
 
-if TYPE_CHECKING:
-    pass
-
 CANARY_TOKENS = 16
-_MOST_WRITERS = 8
-LEAST_BYTES = 64 * 2**20
-"""Of a file for a writer of its own."""
+_SYNCED_WITHIN = 1800.0
+"""Seconds of another rank's syncs, which report no progress."""
 
 
 def publish(
@@ -134,25 +130,25 @@ def hand_over(request: VersionRequest, trainer: RankTrainer, copy: KeptCopy) -> 
 
     def write() -> Manifest:
         partial, opened = PartialVersion(request.path), ExitStack()
+        writing: Future[list[Entry]] | None = None
         try:
-            writers = writers_of(backend.device, exports)
-            owners = assign_owners(exports, ranks=1)
-            (files,) = name_files(exports, owners, ranks=1, writers=writers)
             exported = Exported([], opened, ByteCount(), sums, copied, summed=True)
-            for name, its in files.items():
+            for name, its in _files_of_one_rank(backend, exports).items():
                 file = HashedFile(partial.path / name, progress=exported.progress)
                 exported.files.append((opened.enter_context(closing(file)), its))
-            entries = write_files(partial, exported, trainer, synced=True)
+            writing = begin(lambda: write_files(partial, exported, trainer, synced=True))
+            entries = end_together(None, writing, progress=exported.progress)
             written, index = _manifest(request, partial, entries, canary=canary, trainer=trainer)
             partial.commit(written, unsynced=index)
             return written
-        except OSError:
+        except BaseException:
             partial.discard()
             raise
         finally:
-            opened.close()
+            if writing is None or writing.done():  # otherwise a file would wait for its writer
+                opened.close()
             copied.clear()
-            copy.free_unused()
+            free_unused(backend.device)
 
     return Published(manifest, write)
 
@@ -200,6 +196,14 @@ def _export(
     return exported
 
 
+def _files_of_one_rank(
+    backend: TrainerBackend, exports: Sequence[Export]
+) -> dict[str, list[Export]]:
+    writers = writers_of(backend.device, exports)
+    (files,) = name_files(exports, assign_owners(exports, ranks=1), ranks=1, writers=writers)
+    return files
+
+
 def _sync_files(exported: Exported) -> str:
     """Sync and close this rank's files of an early version. Return the error for rank 0, if any."""
     try:
@@ -224,7 +228,7 @@ def _make_durable(
 
 def _wait_for_other_ranks(later: LaterResults) -> None:
     """Raise the first `OSError` of the other ranks' syncs."""
-    for rank, result in enumerate(later.wait_for_others(seconds=STALLED_AFTER), start=1):
+    for rank, result in later.wait_for_others(seconds=_SYNCED_WITHIN):
         if result:
             number, message = json.loads(result)
             raise OSError(number, f"rank {rank}: {message}")

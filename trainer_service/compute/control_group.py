@@ -158,16 +158,23 @@ class LaterResults:
         if self._store is not None and self._rank:
             self._store.set(self._keys[self._rank], result)
 
-    def wait_for_others(self, *, seconds: float) -> list[str]:
-        """Return the other ranks' results, on rank 0, in any thread. Raises `TimeoutError`."""
-        keys, until = self._keys[1:], time.monotonic() + seconds
-        if self._store is None or not keys:
-            return []
-        while not self._store.check(keys):
-            if time.monotonic() > until:
-                raise TimeoutError(f"a rank has not told its result for {seconds:g} s")
-            time.sleep(_BETWEEN_LOOKS)
-        results = [self._store.get(key).decode() for key in keys]
-        for key in keys:
-            self._store.delete_key(key)
-        return results
+    def wait_for_others(self, *, seconds: float) -> Iterator[tuple[int, str]]:
+        """Yield the other ranks and their results as they come, on rank 0, in any thread.
+
+        Raises `OSError` if one does not come, or the store is gone."""
+        waiting = {rank: key for rank, key in enumerate(self._keys) if rank}
+        until, store = time.monotonic() + seconds, self._store
+        while waiting and store is not None:
+            try:
+                come = {rank: key for rank, key in waiting.items() if store.check([key])}
+                results = [(rank, store.get(key).decode()) for rank, key in come.items()]
+                for key in come.values():
+                    store.delete_key(key)
+            except RuntimeError as error:
+                raise OSError(f"the store of the ranks is gone: {error}") from error
+            yield from results
+            waiting = {rank: key for rank, key in waiting.items() if rank not in come}
+            if not come and time.monotonic() > until:
+                raise TimeoutError(f"rank {min(waiting)} told no result for {seconds:g} s")
+            if not come:
+                time.sleep(_BETWEEN_LOOKS)

@@ -54,11 +54,12 @@ class HostedRuns:
         """Compute the first of the waiting jobs' batches together with others. See there."""
         return joint_calls.compute_together(waiting, self.operations_of)
 
-    def release_copies(self) -> None:
-        """Free copies of weights, before a sleep or a wake."""
+    def release_copies(self) -> bool:
+        """Free copies of weights, before a sleep or a wake. Return False if a version's files are
+        still being written from one on the device."""
         for run in self._runs.values():
             run.publisher.release()
-            run.publisher.end_writing()
+        return all(run.publisher.end_writing() for run in self._runs.values())
 
     def describe_run(self, run_id: str) -> trainer_pb2.DescribeTrainerReply:
         about = self._runs[run_id].describe()

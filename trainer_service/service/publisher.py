@@ -6,6 +6,7 @@ then, so a trainer that dies meanwhile publishes the same bits again."""
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from pathlib import Path
 
-from tandem.errors import PublishFailed, TandemError
+from tandem.errors import PublishFailed, ServerError, TandemError, describe
+from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.weights import Manifest
-from trainer_service.checkpoints.handoff import KeptCopy, keep_copy
+from trainer_service.checkpoints.handoff import KeptCopy, free_unused, keep_copy
 from trainer_service.checkpoints.publish import hand_over, publish
-from trainer_service.checkpoints.storage import STALLED_AFTER, begin, storage_error
+from trainer_service.checkpoints.storage import begin, storage_error
 from trainer_service.checkpoints.version_requests import (
     Published,
     VersionRequest,
@@ -27,6 +29,9 @@ from trainer_service.checkpoints.version_requests import (
 )
 from trainer_service.compute.trainer import RankTrainer
 from trainer_service.service.sequence import KEPT_RESULTS
+
+_WRITTEN_WITHIN = 60.0
+"""Seconds of a sleep until the files are written. The gateway asks again."""
 
 
 class Publisher:
@@ -37,6 +42,8 @@ class Publisher:
         self.newest = ""
         self._early: dict[str, Future[trainer_pb2.PublishReply]] = {}
         """The replies of the newest early versions, once they are durable, by name."""
+        self._writing: dict[Future[trainer_pb2.PublishReply], int] = {}
+        """The bytes of copies whose files are being written, by the versions' replies."""
         self._copies: dict[str, KeptCopy] = {}
         """Copies for a sampler: of the newest version until its release, and of older versions
         never released."""
@@ -57,11 +64,12 @@ class Publisher:
                 prepare_publish(version, trainer.backend)
                 whole = trainer.backend.training.lora is None
                 if request.handoff and whole and trainer.control.size == 1:
-                    held = sum(each.bytes for each in list(self._copies.values()))
-                    copy = keep_copy(version.name, trainer.backend, held=held)
+                    copy = keep_copy(version.name, trainer.backend, held=self._held())
                 if copy is not None and request.early:
                     published = hand_over(version, trainer, copy)
-                    offered, copy = self._offer(copy, published), None
+                    if (offered := self._offer(copy, published)) is None:
+                        published = None
+                    copy = None
                 if offered is None:
                     announce()
                     published = publish(version, trainer, copy, early=request.early)
@@ -76,9 +84,18 @@ class Publisher:
         reply = _reply(published, version.path, seconds=time.perf_counter() - began)
         if published.make_durable is not None:
             self._complete(published.make_durable, reply, before=before)
+            if not published.manifest.files and offered is not None:
+                reply.bytes = offered.bytes
+                self._writing[self._early[version.name]] = offered.bytes
         if offered is not None:
             reply.handoff.CopyFrom(offered)
         return reply
+
+    def _held(self) -> int:
+        """Return the bytes of copies that a reader or a writer of files may still need."""
+        writing = {each: size for each, size in self._writing.items() if not each.done()}
+        self._writing = writing
+        return sum(each.bytes for each in list(self._copies.values())) + sum(writing.values())
 
     def _complete(
         self, make_durable: Callable[[], Manifest], reply: trainer_pb2.PublishReply, *, before: str
@@ -90,12 +107,18 @@ class Publisher:
         def complete() -> trainer_pb2.PublishReply:
             try:
                 durable.bytes = make_durable().bytes
+                return durable
             except OSError as error:
-                if self.newest == name:
-                    self.newest = before
-                failed = storage_error(error, what=name, needed=reply.bytes)
-                return trainer_pb2.PublishReply(failure=failed.to_failure())
-            return durable
+                failed: ServerError = storage_error(error, what=name, needed=reply.bytes)
+            except Exception as error:  # noqa: BLE001 (a library's, such as CUDA's)
+                get_log().exception("version_not_durable", version=name)
+                failed = PublishFailed(f"{name} could not be written: {describe(error)}; try again")
+            if self.newest == name:
+                self.newest = before
+            self.release(name)
+            gc.collect()  # an error and its thread keep each other, and parts of a copy
+            free_unused(self._trainer.backend.device)
+            return trainer_pb2.PublishReply(failure=failed.to_failure())
 
         self._early[name] = begin(complete)
         for old in list(self._early)[:-KEPT_RESULTS]:
@@ -119,9 +142,11 @@ class Publisher:
             self.release(copy.name)
         return offered
 
-    def end_writing(self) -> None:
-        """Wait until no thread needs a copy on the device any more."""
-        wait_for(list(self._early.values()), timeout=STALLED_AFTER)
+    def end_writing(self) -> bool:
+        """Wait until no files are written from copies on the device. Return whether that ended."""
+        if self._trainer.backend.device == "cpu":  # such copies are no part of a trainer's state
+            return True
+        return not wait_for(self._writing, timeout=_WRITTEN_WITHIN).not_done
 
     def release(self, name: str = "") -> None:
         """Free the copy of a version after its reader has loaded it, from any thread.

@@ -12,10 +12,20 @@ from pathlib import Path
 
 from sqlalchemy import RowMapping, func, select
 
-from gateway.identifiers import operation_blob, parse_checkpoint_path, relative_version_folder
+from gateway.identifiers import (
+    operation_blob,
+    parse_checkpoint_path,
+    relative_version_folder,
+    sampling_session_id_of,
+)
 from gateway.owners.limits import Quotas
 from gateway.runs.dispatcher import why_refused
-from gateway.runs.operations import LoadWeights, Operation, body_from_json
+from gateway.runs.operations import (
+    LoadWeights,
+    Operation,
+    SaveWeightsForSampler,
+    body_from_json,
+)
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.run import LAST_SEQ_ID, Run
 from gateway.runs.tools import RunTools
@@ -137,6 +147,13 @@ class RunResumption:
             pins.pin(folder)
             operation.future.on_end(lambda _outcome: pins.unpin(folder))
         self.tools.journal.futures.add(operation.future)
+        body = operation.body
+        if isinstance(body, SaveWeightsForSampler) and body.sampling_session_seq_id is not None:
+            session_id = operation.run_id.partition(":")[0]
+            self.tools.sampling.await_session(
+                sampling_session_id_of(session_id=session_id, number=body.sampling_session_seq_id),
+                operation.future.done,
+            )
 
 
 def _call_of(row: RowMapping, payload: int) -> SentCall:

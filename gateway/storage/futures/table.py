@@ -80,7 +80,8 @@ class Waiting:
 class Future:
     """The outcome of one request, now or later. `describe` returns the reason for waiting.
     `digest` tells two samples with one request_id apart. The table drops it at `dropped_at`, on the
-    monotonic clock. `told` is the last phase of a pause that its client was told early."""
+    monotonic clock. `told` is the last phase of a pause that its client was told early.
+    `unrecorded`: the client may have the outcome, and the journal does not have it yet."""
 
     request_id: str
     source: Source
@@ -92,6 +93,7 @@ class Future:
     dropped_at: float = math.inf
     outcome: Outcome | None = None
     told: str = ""
+    unrecorded: bool = False
     done: asyncio.Future[None] = field(default_factory=asyncio.Future)
 
     @property
@@ -102,6 +104,11 @@ class Future:
         if not self.done.done():
             self.outcome = outcome
             self.done.set_result(None)
+
+    def resolve_early(self, outcome: Outcome) -> None:
+        """Give the client an outcome before the operation's end, which the journal records."""
+        self.unrecorded = not self.ended
+        self.resolve(outcome)
 
     def on_end(self, tell: Callable[[Outcome], None]) -> None:
         def ended(_done: asyncio.Future[None]) -> None:

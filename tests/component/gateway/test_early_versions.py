@@ -56,21 +56,41 @@ def history() -> str:
     return after(after(undisturbed(1), "forward_backward", 4), "optim_step", 5)
 
 
-def test_an_engine_loads_while_files_are_synced_and_the_operation_ends_after_both(start):
+def sampler_of(run: Run, seq_id: int = 3) -> str:
+    return f"{run.id.partition(':')[0]}:sample:{seq_id}"
+
+
+def test_an_engine_loads_and_samples_while_files_are_synced_and_later_operations_wait(start):
     with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
         run = Run.new(gate)
         train(run, 1)
-        operation = publish(run, 3)
-        wait_until(lambda: len(loaded(gate)) == 1)
+        assert gate.retrieve(publish(run, 3)).json()["sampling_session_id"] == sampler_of(run)
+        assert len(loaded(gate)) == 1
         run.step(4)
         wait_until(lambda: ("optim_step", 4) in run.newest.applied)
-        assert why_waiting(run.client, operation)
-        assert why_waiting(run.client, f"{run.id}:4"), "later answers wait, too"
-        assert asample(run.client, f"{run.id.partition(':')[0]}:sample:3").status_code == 404
+        assert why_waiting(run.client, f"{run.id}:4")
+        sample = asample(run.client, sampler_of(run))
+        assert gate.retrieve(sample.json()["request_id"]).status_code == 200
+        assert why_waiting(run.client, f"{run.id}:4")
         gate.run(run.newest.disk_gate.set)
-        assert gate.retrieve(operation).status_code == 200
         run.outcome(4)
-        assert asample(run.client, f"{run.id.partition(':')[0]}:sample:3").status_code == 200
+
+
+def test_weights_that_are_lost_after_their_client_has_them_are_told_to_their_samples(start):
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        assert gate.retrieve(publish(run, 3)).status_code == 200
+        run.newest.disk_error = PublishFailed("the disk failed; publish again")
+        gate.run(run.newest.disk_gate.set)
+        run.step(4)
+        run.outcome(4)
+        refused = asample(run.client, sampler_of(run))
+        assert refused.status_code == 404
+        assert "are lost: the disk failed; publish again" in refused.text
+        run.newest.disk_error = None
+        assert gate.retrieve(publish(run, 5)).status_code == 200
+        assert asample(run.client, sampler_of(run, 5)).status_code == 200
 
 
 def test_a_trainer_that_dies_before_the_sync_is_followed_by_one_that_publishes_again(start):
@@ -91,8 +111,10 @@ def test_the_next_gateway_publishes_again_what_was_not_durable(start):
         run = Run.new(gate)
         operation = begin(run)
         wait_until(lambda: ("optim_step", 5) in run.newest.applied)
+        assert gate.retrieve(operation).status_code == 200
     with start(recovery=SELDOM) as gate, gate.http() as client:
         client.post("/api/v1/session_heartbeat", json={"session_id": run.id.partition(":")[0]})
+        assert asample(client, sampler_of(run)).status_code == 200, "it waits for the session"
         assert gate.retrieve(operation).status_code == 200
         assert gate.retrieve(f"{run.id}:5").status_code == 200
         trainer = gate.trainer_of(run.id)

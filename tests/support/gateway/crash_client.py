@@ -5,6 +5,7 @@ Like the SDK, it repeats unanswered requests and asks for every result."""
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -200,6 +201,7 @@ class Client:
             return
         known = [seq_id for seq_id in self.outcomes if self._rng.random() < 0.3]
         await asyncio.gather(*(self._ask(gateway, seq_id) for seq_id in known))
+        await self._sample_newest(gateway)
         if 0 not in self.outcomes:
             await self._create(gateway)
             await self._ask(gateway, 0)
@@ -209,6 +211,17 @@ class Client:
             left = [seq_id for seq_id in together if seq_id not in self.outcomes]
             self._rng.shuffle(left)
             await asyncio.gather(*(self._carry_out(gateway, seq_id) for seq_id in left))
+
+    async def _sample_newest(self, gateway: Gateway) -> None:
+        """Ask for the sampling session of the newest published weights, as a sample does."""
+        published = [
+            text
+            for seq_id, text in sorted(self.outcomes.items())
+            if '"sampling_session_id"' in text
+        ]
+        if published:
+            named = json.loads(published[-1])["sampling_session_id"]
+            await gateway.sampling.require(named.replace("S", self.session_id, 1))
 
     async def _scale(self, gateway: Gateway) -> None:
         """Returns when exactly the last number of engines serve and have places."""
@@ -297,7 +310,7 @@ class Client:
             text = f"{outcome.type}: {outcome.message}"
         text = text.replace(self.session_id, "S")
         before = self.outcomes.setdefault(seq_id, text)
-        assert text == before, f"operation {seq_id} ended twice"
+        assert text == before, f"operation {seq_id} ended twice: {before!r}, {text!r}"
 
 
 def _groups(script: Script, *, window: int) -> list[list[int]]:

@@ -22,8 +22,10 @@ from tests.support.worker_process import RUN
 from trainer_service.backends.base import Export
 from trainer_service.checkpoints import handoff as kept
 from trainer_service.checkpoints import publish as publishing
-from trainer_service.checkpoints import storage, version_files
+from trainer_service.checkpoints import version_files
+from trainer_service.service import publisher
 from trainer_service.service.operations import Operations
+from trainer_service.service.publisher import Publisher
 
 MANIFEST = Manifest(
     version="v1", run_id="r", step=1, dtype="float32", tensors=0, created="", files=[]
@@ -54,7 +56,7 @@ def test_weights_are_handed_over_before_their_files_are_written(models, tmp_path
     monkeypatch.setattr(publishing, "write_files", write_later)
     trainer = make(models["qwen3_moe"], None)
     reply = publish_early(trainer, tmp_path / "v1")
-    assert not reply.durable and not reply.bytes and not (tmp_path / "v1").exists()
+    assert not reply.durable and not (tmp_path / "v1").exists()
     copied = {name: tensor.clone() for name, tensor in open_handoff(reply.handoff)}
     offered = Manifest.model_validate_json(reply.handoff.manifest)
     train(trainer, 1)
@@ -84,12 +86,15 @@ def test_a_trainer_sleeps_only_after_its_copy_is_written(models, tmp_path, monke
     trainer = make(models["qwen3"], None)
     reply = publish_early(trainer, tmp_path / "v1")
     assert began.wait(PATIENCE)
-    sleeping = storage.begin(trainer.publisher.end_writing)
-    assert not sleeping.done()
+    assert trainer.publisher.end_writing(), "memory of the host stays"
+    on_gpu = Publisher(SimpleNamespace(backend=SimpleNamespace(device="cuda")))
+    on_gpu._writing = trainer.publisher._writing
+    monkeypatch.setattr(publisher, "_WRITTEN_WITHIN", 0.01)
+    assert not on_gpu.end_writing()
     go_on.set()
-    sleeping.result(timeout=PATIENCE)
-    assert durable(trainer, reply).durable and (tmp_path / "v1").exists()
-    trainer.publisher.release()
+    monkeypatch.setattr(publisher, "_WRITTEN_WITHIN", PATIENCE)
+    assert on_gpu.end_writing() and (tmp_path / "v1").exists()
+    trainer.publisher.release(reply.version.name)
 
 
 def test_a_copy_whose_files_cannot_be_written_is_no_version(models, tmp_path, monkeypatch):
