@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from gateway.owners.limits import Rate
@@ -25,6 +26,8 @@ DISPATCH_WINDOW = 4
 """Operations sent ahead. A trainer remembers more results, for repeated operations."""
 DISPATCH_WINDOW_BYTES = 32 * 2**20
 """Bytes of operations sent ahead, unless a single one is larger."""
+_RECORDED_WITHIN = 10.0
+"""Seconds of the waits for weights that are sampled before they are durable."""
 GAP_TIMEOUT = 60.0
 """Seconds for which an operation waits for a smaller `seq_id`."""
 
@@ -180,10 +183,13 @@ class Dispatcher:
         self._call_ended.set()
 
     async def until_recorded(self) -> None:
-        """Wait until the journal has the outcomes that clients have already."""
-        while any(call.operation.future.unrecorded for call in self._under_way.values()):
-            self._call_ended.clear()
-            await self._call_ended.wait()
+        """Wait until the journal has the outcomes that clients have already, unless a disk stands
+        still."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_RECORDED_WITHIN):
+                while any(call.operation.future.unrecorded for call in self._under_way.values()):
+                    self._call_ended.clear()
+                    await self._call_ended.wait()
 
     def describe(self, seq_id: int) -> Waiting:
         now = time.monotonic()

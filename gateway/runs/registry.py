@@ -55,9 +55,6 @@ from tandem.weights.model_config import (
     why_untrained,
 )
 
-_RECORDED_WITHIN = 10.0
-"""Seconds of a session's end until weights that its client has are durable."""
-
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class RunRegistry:
@@ -305,10 +302,10 @@ class RunRegistry:
     async def finish_ends(self, session_id: str) -> None:
         """Wait until the session's runs with a decided end have ended, and saved their state.
 
-        Others record what clients know already, unless a disk stands still."""
-        waits = [run.dispatcher.until_recorded() for run in self._of_session(session_id)]
-        with suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(*waits), _RECORDED_WITHIN)
+        Others record the outcomes that clients have already."""
+        await asyncio.gather(
+            *(run.dispatcher.until_recorded() for run in self._of_session(session_id))
+        )
         await self.lifecycle.wait_for_ends(self._of_session(session_id))
 
     def _of_session(self, session_id: str) -> list[Run]:

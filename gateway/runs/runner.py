@@ -389,6 +389,7 @@ class OperationRunner:
             parent=run.parent,
             bytes=reply.bytes,
         )
+        run.timeline.note_published(name, step=version.step)
         return _Written(
             version,
             partial(self._delivery.until_durable, call, request, reply),
@@ -416,7 +417,6 @@ class OperationRunner:
             if run.parent:
                 self._pins.unpin(relative_version_folder(run.parent))
             run.parent = name
-        run.timeline.note_published(name, step=version.step)
         if sampled:
             run.newest = name
         run.published = version

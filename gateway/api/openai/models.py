@@ -86,6 +86,8 @@ class ModelDirectory:
         if not origin.owner or not caller.may_see(origin.owner):
             raise UnknownModel(unknown_run(run_id).message)
         run = self._runs.get(run_id)
+        if run is not None:  # its client may sample weights that are not durable yet
+            await run.dispatcher.until_recorded()
         newest = run.newest if run is not None else ""
         for name in filter(None, (newest, await self._checkpoints.newest_version(run_id))):
             try:
