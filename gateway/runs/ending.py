@@ -97,6 +97,7 @@ async def finish(trainer: RunTrainer, tools: RunTools, *, patience: float) -> Ta
         async with asyncio.timeout(patience):
             await run.dispatcher.drain()
             if discard:
+                await run.dispatcher.until_recorded()
                 return error
             return with_checkpoint(error, await _save(trainer, tools, until=until))
     except TimeoutError:

@@ -253,7 +253,7 @@ class OperationRunner:
             session = sampling_session_id_of(
                 session_id=run.session_id, number=body.sampling_session_seq_id or 0
             )
-            with self._tools.sampling.opening(session):
+            with self._tools.sampling.opening(session, name):
                 try:  # the files are synced while the engine loads them
                     async with asyncio.TaskGroup() as both:
                         durable = both.create_task(self._complete(call, written, sampled=True))
@@ -275,10 +275,10 @@ class OperationRunner:
         written: _Written,
         durable: asyncio.Task[WeightVersion],
     ) -> TandemError | None:
-        """Load a version and open its sampling session. Returns an engine's error, if any.
+        """Load a version and open its sampling session. Returns an error of these, if any.
 
-        The client gets the result then, before the files are durable, because another gateway or
-        trainer would publish the same bits again. The journal gets it afterwards."""
+        The client gets the result then, before the files are durable, if another gateway or trainer
+        can publish the same bits again. The journal gets it afterwards."""
         in_flight = body.kind == "inflight"
         if handed_over := written.handoff is not None and not in_flight:
             sampler.await_files(written.version.name, durable)
@@ -290,13 +290,18 @@ class OperationRunner:
         if error is not None:
             return error
         assert body.sampling_session_seq_id is not None
-        session = await self._tools.sampling.open_ephemeral(
-            session_id=self._run.session_id,
-            number=body.sampling_session_seq_id,
-            kind=body.kind,
-            version=written.version,
-        )
-        if not in_flight:
+        run = self._run
+        try:
+            session = await self._tools.sampling.open_ephemeral(
+                session_id=run.session_id,
+                number=body.sampling_session_seq_id,
+                kind=body.kind,
+                version=written.version,
+            )
+        except TandemError as refused:  # the version is completed all the same
+            return refused
+        repeats = run.log is not None and run.log.complete
+        if repeats and run.error is None and not in_flight:
             call.operation.future.resolve_early(_session_result(session.id))
         return None
 

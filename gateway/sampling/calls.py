@@ -106,15 +106,18 @@ class SamplerCalls:
         engine, another one gets the call once. Raises `WorkerDied`, and as `assigned` and the
         call."""
         died = late = False
+        waited: asyncio.Future[WeightVersion] | None = None
         while True:
             engine = call.engine
             try:
                 # It may follow a newer version by now.
                 if not call.work.samples or call.version.name not in engine.refused:
+                    written = self.unwritten.get(call.version.name)
                     reply = await self.ask(call, send)
                     lacks_files = reply.failure.type == LoadFailed.type and call.work.samples > 0
-                    if lacks_files and call.version.name in self.unwritten:
-                        await self.until_written(call.version.name)
+                    if lacks_files and written is not None and written is not waited:
+                        waited = written
+                        await asyncio.wait({written})
                     elif not self._is_refused_alone(call, reply):
                         return reply
             except EngineLost:

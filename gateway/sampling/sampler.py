@@ -261,7 +261,8 @@ class Sampler:
         finally:
             self._demand(-1)
         if handoff is not None:
-            for engine, reply in replies:
+            engine, reply = replies[0]
+            if reply.handed_off or reply.handoff_failure or reply.HasField("failure"):
                 engine.note_handoff(taken=reply.handed_off)
         loaded = [(e, reply) for e, reply in replies if not reply.HasField("failure")]
         if not loaded:

@@ -35,7 +35,15 @@ from gateway.sampling.bounds import Bounds
 from gateway.sampling.router import SamplerRouter
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
-from tandem.errors import InvalidRequest, SequenceTaken, UnknownSampler, UnknownWeights, describe
+from tandem.errors import (
+    InvalidRequest,
+    Overloaded,
+    SequenceTaken,
+    StorageFailed,
+    UnknownSampler,
+    UnknownWeights,
+    describe,
+)
 from tandem.telemetry import get_log
 from tandem.v1 import sampler_pb2
 from tandem.weights import version_number
@@ -43,7 +51,7 @@ from tandem.weights import version_number
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 SamplingUpdates = Literal["wait", "keep", "abort"]
-_PATIENCE = 60.0
+_PATIENCE = 20.0
 """Seconds of a request for a sampling session that an unfinished operation creates."""
 _UPDATES = {"keep": sampler_pb2.UPDATES_KEEP, "abort": sampler_pb2.UPDATES_ABORT}
 
@@ -90,6 +98,14 @@ class SamplingSession:
         return bool(self.version.run_id) and not self.version.adapter
 
 
+@dataclass(frozen=True)
+class _Early:
+    """The version of a sampling session without a row. `ended`: it has its row, or is over."""
+
+    version: str
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:
     """`idle_ttl` is in seconds; see `expire_idle`."""
@@ -105,7 +121,7 @@ class SamplingSessionRegistry:
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._early: set[str] = set()
+        self._early: dict[str, _Early] = {}
         """Sessions without a row, because their version is not durable yet."""
         self._awaited: dict[str, asyncio.Future[None]] = {}
         """The ends of the operations that create sessions, by the sessions' ids."""
@@ -210,25 +226,47 @@ class SamplingSessionRegistry:
         """Open a sampling session for a run's new version, within `opening` and before `record`. A
         repeated call returns the original."""
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
-        if session is None or session.kind != kind or _number(session.version) < _number(version):
+        if (
+            session is None
+            or session.kind != kind
+            or session.version.run_id != version.run_id
+            or _number(session.version) < _number(version)
+        ):
             session = await self._new(
                 session_id=session_id, number=number, kind=kind, version=version
             )
+            if session.id not in self._active and await self._has_row(session.id):
+                raise _used_before(session.id)
             self._open(session)
-            self._early.add(session.id)
+            self._lost.pop(session.id, None)
+            self._early[session.id] = _Early(version.name)
         return session
 
     @contextmanager
-    def opening(self, sampling_session_id: str) -> Iterator[None]:
-        """End the sampling session at an error before `record`, if it was opened."""
+    def opening(self, sampling_session_id: str, version: str) -> Iterator[None]:
+        """End the sampling session at an error before `record`, if it was opened for `version`."""
         try:
             yield
         except BaseException as error:
-            if sampling_session_id in self._early:
-                self._early.remove(sampling_session_id)
+            early = self._early.get(sampling_session_id)
+            if early is not None and early.version == version:
+                self._end_early(sampling_session_id)
                 if self._active.pop(sampling_session_id, None) is not None:
-                    self._lost[sampling_session_id] = describe(error)
+                    ended = isinstance(error, asyncio.CancelledError)
+                    why = "its run has ended" if ended else describe(error)
+                    self._lost[sampling_session_id] = why
             raise
+
+    def _end_early(self, sampling_session_id: str) -> None:
+        self._early.pop(sampling_session_id).ended.set()
+
+    async def _until_recorded(self, session: SamplingSession) -> None:
+        """Wait for a sampling session's row. Raises `Overloaded`."""
+        if (early := self._early.get(session.id)) is not None:
+            try:
+                await asyncio.wait_for(early.ended.wait(), _PATIENCE)
+            except TimeoutError:
+                raise Overloaded("the disk is taking the new weights; ask again") from None
 
     def await_session(self, sampling_session_id: str, end: asyncio.Future[None]) -> None:
         """Let requests wait for a sampling session that an earlier gateway's client may have."""
@@ -237,16 +275,27 @@ class SamplingSessionRegistry:
 
     async def record(self, sampling_session_id: str, version: WeightVersion) -> None:
         """Record an opened sampling session, whose version is durable now. An inflight save moves
-        the run's earlier inflight sampling sessions to it."""
-        session = self._active.get(sampling_session_id)
-        if session is None:  # its session has ended
-            self._early.discard(sampling_session_id)
+        the run's earlier inflight sampling sessions to it.
+
+        While the storage fails, the session stays without a row, until this gateway ends."""
+        session, early = self._active.get(sampling_session_id), self._early.get(sampling_session_id)
+        if early is not None and early.version == version.name:
+            try:
+                if session is not None:  # otherwise its session has ended
+                    session.version = version
+                    await self._insert(session)
+                    await self.database.sync()  # its client may ask for it much later
+            except StorageFailed as error:
+                assert session is not None
+                self._active[session.id] = session
+                self._log.warning(
+                    "sampling_session_not_recorded",
+                    sampling_session_id=session.id,
+                    reason=error.message,
+                )
+            self._end_early(sampling_session_id)
+        if session is None:
             return
-        if sampling_session_id in self._early:
-            self._early.remove(sampling_session_id)
-            session.version = version
-            await self._insert(session)
-            await self.database.sync()  # its client may ask for it much later
         if session.kind == "inflight":
             of_run = [s for s in self._active.values() if s.version.run_id == version.run_id]
             inflight = [s for s in of_run if s.kind == "inflight"]
@@ -259,7 +308,9 @@ class SamplingSessionRegistry:
     async def change(
         self, session: SamplingSession, bounds: Bounds, updates: SamplingUpdates | None
     ) -> None:
-        """Set a sampling session's bounds, also for its waiting samples, and its updates."""
+        """Set a sampling session's bounds, also for its waiting samples, and its updates. Raises
+        `Overloaded` before its weights are durable."""
+        await self._until_recorded(session)
         await self.database.write(
             update(sampling_sessions)
             .where(sampling_sessions.c.id == session.id)
@@ -270,8 +321,10 @@ class SamplingSessionRegistry:
 
     async def join(self, sampling_session_id: str) -> int:
         """Return a unique number for another client, even across restarts. The client numbers its
-        requests from 10⁹ times that number. Raises `UnknownSampler`."""
+        requests from 10⁹ times that number. Raises `UnknownSampler`, or `Overloaded` before its
+        weights are durable."""
         session = await self.require(sampling_session_id)
+        await self._until_recorded(session)
         session.clients += 1
         number = session.clients
         await self.database.write(
@@ -282,11 +335,14 @@ class SamplingSessionRegistry:
         return number
 
     async def require(self, sampling_session_id: str) -> SamplingSession:
-        """Return an active sampling session. Raises `UnknownSampler`, with the reason."""
+        """Return an active sampling session. Raises `UnknownSampler`, with the reason, or
+        `Overloaded` while an operation of an earlier gateway has to create it again."""
         session = self._active.get(sampling_session_id)
         if session is None and (end := self._awaited.get(sampling_session_id)) is not None:
             await asyncio.wait({end}, timeout=_PATIENCE)
             session = self._active.get(sampling_session_id)
+            if session is None and not end.done():
+                raise Overloaded("the run continues in another gateway; ask again")
         if session is not None:
             session.used_at = time.monotonic()
             return session
@@ -305,8 +361,11 @@ class SamplingSessionRegistry:
         )
 
     async def known(self, sampling_session_id: str) -> bool:
-        if sampling_session_id in self._active:
+        if any(sampling_session_id in each for each in (self._active, self._awaited, self._lost)):
             return True
+        return await self._has_row(sampling_session_id)
+
+    async def _has_row(self, sampling_session_id: str) -> bool:
         found = select(sampling_sessions.c.id).where(sampling_sessions.c.id == sampling_session_id)
         return await self.database.read_one(found) is not None
 
@@ -419,9 +478,7 @@ class SamplingSessionRegistry:
         except BaseException as error:  # also when cancelled: no session may exist without a row
             self._active.pop(session.id, None)
             if isinstance(error, IntegrityError):
-                raise InvalidRequest(
-                    f"there was a sampling session {session.id} before; give each its own number"
-                ) from error
+                raise _used_before(session.id) from error
             raise
 
     async def _rank_of(self, version: WeightVersion) -> int:
@@ -450,6 +507,12 @@ class SamplingSessionRegistry:
         self.database.write_soon(
             update(sampling_sessions).where(sampling_sessions.c.id.in_(ids)).values(**values)
         )
+
+
+def _used_before(sampling_session_id: str) -> InvalidRequest:
+    return InvalidRequest(
+        f"there was a sampling session {sampling_session_id} before; give each its own number"
+    )
 
 
 @dataclass(frozen=True)

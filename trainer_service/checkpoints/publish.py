@@ -4,6 +4,7 @@ A version is the whole model, or a LoRA run's adapter in PEFT's layout."""
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tandem.errors import ServerError
+from tandem.errors import ServerError, describe
 from tandem.weights import (
     Canary,
     FileEntry,
@@ -211,6 +212,8 @@ def _sync_files(exported: Exported) -> str:
             sync_at_once(exported.syncs())
     except OSError as error:
         return json.dumps([error.errno, str(error)])
+    except Exception as error:  # noqa: BLE001 (rank 0 waits for an answer)
+        return json.dumps([errno.EIO, describe(error, typed=True)])
     return ""
 
 

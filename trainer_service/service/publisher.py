@@ -115,7 +115,7 @@ class Publisher:
                 failed = PublishFailed(f"{name} could not be written: {describe(error)}; try again")
             if self.newest == name:
                 self.newest = before
-            self.release(name)
+            self.release()
             gc.collect()  # an error and its thread keep each other, and parts of a copy
             free_unused(self._trainer.backend.device)
             return trainer_pb2.PublishReply(failure=failed.to_failure())

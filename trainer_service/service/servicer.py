@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import grpc
 
-from tandem.errors import CannotSleep, OutOfMemory, TandemError, WorkerDied
+from tandem.errors import OutOfMemory, StorageFailed, TandemError, WorkerDied
 from tandem.protocol.fencing import Fence
 from tandem.protocol.worker import DEFECT_METADATA_KEY, OUT_OF_MEMORY_METADATA_KEY
 from tandem.telemetry import Log
@@ -258,7 +258,7 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServicer):
     ) -> common_pb2.SwitchReply:
         def carry_out(runs: HostedRuns) -> tuple[common_pb2.SwitchReply, bool]:
             if not runs.release_copies():
-                busy = CannotSleep("a version's files are still being written from its memory")
+                busy = StorageFailed("a version's files are still being written from its memory")
                 return common_pb2.SwitchReply(failure=busy.to_failure()), runs.switching.asleep
             return move(runs.switching), runs.switching.asleep
 

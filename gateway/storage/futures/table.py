@@ -182,7 +182,11 @@ class FutureTable:
 
     def sweep(self) -> list[Future]:
         now = time.monotonic()
-        over = [future for future in self._futures.values() if future.dropped_at < now]
+        over = [
+            future
+            for future in self._futures.values()
+            if future.dropped_at < now and not future.unrecorded
+        ]
         for future in over:
             self._drop(future)
         return over

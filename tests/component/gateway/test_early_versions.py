@@ -72,7 +72,16 @@ def test_an_engine_loads_and_samples_while_files_are_synced_and_later_operations
         sample = asample(run.client, sampler_of(run))
         assert gate.retrieve(sample.json()["request_id"]).status_code == 200
         assert why_waiting(run.client, f"{run.id}:4")
-        gate.run(run.newest.disk_gate.set)
+
+        async def join() -> int:
+            """Another client joins once the sampling session has its row."""
+            joining = asyncio.ensure_future(gate.gateway.sampling.join(sampler_of(run)))
+            done, _ = await asyncio.wait({joining}, timeout=0.05)
+            assert not done
+            run.newest.disk_gate.set()
+            return await joining
+
+        assert gate.run(join()) == 1
         run.outcome(4)
 
 
@@ -88,9 +97,25 @@ def test_weights_that_are_lost_after_their_client_has_them_are_told_to_their_sam
         refused = asample(run.client, sampler_of(run))
         assert refused.status_code == 404
         assert "are lost: the disk failed; publish again" in refused.text
+        known = gate.gateway.sampling.known(sampler_of(run))
+        assert gate.run(known), "its samples are gone, not unknown"
         run.newest.disk_error = None
         assert gate.retrieve(publish(run, 5)).status_code == 200
         assert asample(run.client, sampler_of(run, 5)).status_code == 200
+
+
+def test_a_number_that_a_sampling_session_has_is_refused_and_the_run_goes_on(start):
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        assert gate.retrieve(publish(run, 3)).status_code == 200
+        gate.run(run.newest.disk_gate.set)
+        body = {"model_id": run.id, "seq_id": 4, "sampling_session_seq_id": 3}
+        run.client.post("/api/v1/save_weights_for_sampler", json=body)
+        assert "there is a sampling session" in gate.retrieve(f"{run.id}:4").text
+        run.step(5)
+        run.outcome(5)
+        assert asample(run.client, sampler_of(run)).status_code == 200
 
 
 def test_a_trainer_that_dies_before_the_sync_is_followed_by_one_that_publishes_again(start):
