@@ -40,6 +40,7 @@ from benchmarks.gpu.workers import (
     torch_device,
     trainer_spec,
     trains_adapters,
+    until_durable,
     worker,
 )
 from tandem.protocol.worker import LoraSpec, WorkerSpec
@@ -284,6 +285,7 @@ async def serving(bench: Bench, size: str, model: Path) -> dict[str, object]:
             )
             version = handed[-1].version
             taken = await load(handed[-1])
+            await until_durable(trainer, handed[-1].reply)
             await trainer.release(version)
             forget(version)
             if not taken.handed_off:

@@ -318,7 +318,8 @@ async def step(trainer: Caller, size: str) -> None:
 async def publish(
     bench: Bench, trainer: Caller, number: int, *, handoff: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish the weights. `handoff` also keeps them in memory."""
+    """Publish the weights. With `handoff`, they are in memory before their files are written, until
+    `until_durable`."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
@@ -326,10 +327,20 @@ async def publish(
         header=trainer.header(),
         version=version,
         handoff=handoff,
+        early=handoff,
     )
     reply: trainer_pb2.PublishReply = await trainer.call("Publish", request)
-    bench.say(f"published {reply.bytes / 1e9:.3f} GB in {reply.seconds:.1f} s")
+    bench.say(f"published {reply.bytes / 1e9:.3f} GB in {reply.seconds:.2f} s")
     return reply
+
+
+async def until_durable(trainer: Caller, reply: trainer_pb2.PublishReply) -> None:
+    """Wait until a version's files are written and synced."""
+    if not reply.durable:
+        header = common_pb2.OperationHeader(run_id=RUN)
+        request = trainer_pb2.PublishRequest(header=header, version=reply.version)
+        ended: trainer_pb2.PublishReply = await trainer.call("AwaitPublished", request)
+        assert ended.durable, ended.failure
 
 
 def forget(*versions: common_pb2.WeightVersion) -> None:

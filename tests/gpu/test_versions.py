@@ -121,3 +121,15 @@ def test_an_engine_takes_the_weights_from_the_memory_of_a_trainer_on_its_device(
         unopened = published(3)
         assert freed(unopened.version) >= unopened.handoff.bytes
         assert same(sampled(first.version), handed_over), "from the files"
+
+        trainer.output(request(mixed_data()))
+        assert not trainer.optim_step(lr=1e-2).HasField("failure")
+        early, _ = trainer.publish(tmp_path, 4, handoff=True, early=True)
+        assert not early.durable, "its files are being written"
+        loaded = engine.load(early.version, handoff=early.handoff)
+        assert loaded.handed_off, loaded
+        handed_over = sampled(early.version)
+        assert trainer.await_published(early.version).durable
+        assert freed(early.version) >= early.handoff.bytes
+        sampled(first.version)
+        assert same(sampled(early.version), handed_over), "from the files"
