@@ -43,7 +43,7 @@ from trainer_service.checkpoints.storage import (
 )
 from trainer_service.checkpoints.version_files import (
     Entry,
-    Exported,
+    ExportedFiles,
     assign_owners,
     name_files,
     write_files,
@@ -133,7 +133,7 @@ def hand_over(request: VersionRequest, trainer: RankTrainer, copy: KeptCopy) -> 
         partial, opened = PartialVersion(request.path), ExitStack()
         writing: Future[list[Entry]] | None = None
         try:
-            exported = Exported([], opened, ByteCount(), sums, copied, summed=True)
+            exported = ExportedFiles([], opened, ByteCount(), sums, copied, summed=True)
             for name, its in _files_of_one_rank(backend, exports).items():
                 file = HashedFile(partial.path / name, progress=exported.progress)
                 exported.files.append((opened.enter_context(closing(file)), its))
@@ -156,7 +156,7 @@ def hand_over(request: VersionRequest, trainer: RankTrainer, copy: KeptCopy) -> 
 
 def _export(
     request: VersionRequest, partial: PartialVersion, trainer: RankTrainer, copy: KeptCopy | None
-) -> Exported:
+) -> ExportedFiles:
     """Write the weights in this rank's files, without slow syncs, because other ranks wait.
 
     Large files of a single rank are only opened. Threads write them later."""
@@ -181,7 +181,7 @@ def _export(
             tensors = copy.copying(tensors)
         if writers == 1:
             tensors = sums.summing(tensors)
-    exported = Exported([], ExitStack(), ByteCount(), sums)
+    exported = ExportedFiles([], ExitStack(), ByteCount(), sums)
     try:
         for name, exports in files.items():
             file = HashedFile(partial.path / name, progress=exported.progress)
@@ -205,7 +205,7 @@ def _files_of_one_rank(
     return files
 
 
-def _sync_files(exported: Exported) -> str:
+def _sync_files(exported: ExportedFiles) -> str:
     """Sync and close this rank's files of an early version. Return the error for rank 0, if any."""
     try:
         with exported.opened:
@@ -218,7 +218,7 @@ def _sync_files(exported: Exported) -> str:
 
 
 def _make_durable(
-    partial: PartialVersion, exported: Exported, small: list[str], later: LaterResults
+    partial: PartialVersion, exported: ExportedFiles, small: list[str], later: LaterResults
 ) -> None:
     """Sync an early version on rank 0: its files, the `small` ones, and those of other ranks.
 

@@ -40,7 +40,7 @@ Entry = dict[str, str | int]
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedFiles:
     """A rank's open files of weights, with their tensors, and the error, if it `failed`.
 
     `unwritten` are the tensors by name, if they are still to be written. They are `summed`
@@ -71,7 +71,7 @@ class Exported:
 
 
 def write_files(
-    partial: PartialVersion, exported: Exported, trainer: RankTrainer, *, synced: bool
+    partial: PartialVersion, exported: ExportedFiles, trainer: RankTrainer, *, synced: bool
 ) -> list[Entry]:
     """Write this rank's files. Return their manifest entries. Raises `OSError`.
 
