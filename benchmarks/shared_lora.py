@@ -25,7 +25,6 @@ from tinker import types
 from benchmarks import record
 from benchmarks.timeslice import MODEL, TIMEOUT, Experiment, at_once
 from tandem.demo.tiny_model import TinyShape, write_tiny_model
-from tandem.settings.sharing import MOST_RUNS
 from tandem.stack import Stack
 
 SHAPE = TinyShape(hidden=768, layers=12, ffn=2304, heads=12, max_length=256, tied=True)
@@ -34,6 +33,7 @@ _SETTINGS = {
     "port": "0",
     "sampler_kv_cache_bytes": str(64 * 2**20),
     "pool_processes": "0",  # idle processes would be measured too
+    "trainer_micro_batch_tokens": "256",  # otherwise two trainers' plans fill 24 GiB
 }
 
 
@@ -121,7 +121,7 @@ def sample_base(model: Path, *, sessions: int, tokens: int) -> dict[str, object]
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.shared_lora", description=__doc__)
-    parser.add_argument("--runs", type=int, nargs="*", default=[1, 4, MOST_RUNS])
+    parser.add_argument("--runs", type=int, nargs="*", default=[1, 4])
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64], help="of the base")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")

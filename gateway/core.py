@@ -49,8 +49,9 @@ from gateway.runs.stopping import Stop
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
 from gateway.sampling.autoscaling import Autoscaler
+from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.router import SamplerRouter
-from gateway.sampling.sessions import ImplicitSessions, SamplingSessionRegistry
+from gateway.sampling.sessions import SamplingSessionRegistry
 from gateway.storage.data_directory import (
     keep_api_key,
     keep_signing_key,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Hashable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,7 @@ from gateway.identifiers import (
 )
 from gateway.owners.auth.identity import Readers
 from gateway.owners.limits import Quotas
-from gateway.owners.sessions.registry import NewSession, SessionRegistry
+from gateway.owners.sessions.registry import SessionRegistry
 from gateway.sampling.bounds import Bounds
 from gateway.sampling.router import SamplerRouter
 from gateway.storage.database import Database, from_row
@@ -513,49 +513,6 @@ def _used_before(sampling_session_id: str) -> InvalidRequest:
     return InvalidRequest(
         f"there was a sampling session {sampling_session_id} before; give each its own number"
     )
-
-
-@dataclass(frozen=True)
-class _ImplicitSession:
-    id: str
-    numbers: dict[Hashable, int] = field(default_factory=dict)
-
-
-@dataclass(eq=False, kw_only=True)
-class ImplicitSessions:
-    """Sessions for requests that name none: one per owner, created on demand.
-
-    Samples that name a model and OpenAI's clients use them. Requests keep them alive instead of
-    heartbeats. They expire like other sessions, or after `ttl` seconds."""
-
-    sessions: SessionRegistry
-    display_name: str
-    user_metadata: Mapping[str, str] | None = None
-    ttl: float | None = None
-
-    def __post_init__(self) -> None:
-        self._by_owner: dict[str, _ImplicitSession] = {}
-        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-
-    @asynccontextmanager
-    async def place(self, owner: str, key: Hashable) -> AsyncIterator[tuple[str, int]]:
-        """Yield the owner's session id and the number for the sampling session of `key`. The block
-        creates it, and success assigns the number. Raises `LimitExceeded`."""
-        async with self._locks[owner]:
-            implicit = self._by_owner.get(owner)
-            if implicit is None or self.sessions.touch(implicit.id) is None:
-                session = await self.sessions.create(
-                    NewSession(
-                        owner=owner,
-                        display_name=self.display_name,
-                        user_metadata=self.user_metadata,
-                    ),
-                    ttl=self.ttl,
-                )
-                implicit = self._by_owner[owner] = _ImplicitSession(session.id)
-            number = implicit.numbers.get(key, len(implicit.numbers))
-            yield implicit.id, number
-            implicit.numbers[key] = number
 
 
 def _repeated(

@@ -24,8 +24,9 @@ from gateway.api.openai.tokenizer import ModelTokenizer
 from gateway.core import Gateway
 from gateway.identifiers import request_id_of
 from gateway.owners.auth.identity import Caller
+from gateway.sampling.implicit_sessions import ImplicitSessions
 from gateway.sampling.sampler import Check, Sampler
-from gateway.sampling.sessions import ImplicitSessions, SamplingSession
+from gateway.sampling.sessions import SamplingSession
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.table import Future, Outcome
 from gateway.workers.model_sizes import read_ahead
