@@ -4,9 +4,9 @@ Each experiment spends about equal time sampling and training, on one core each.
 experiments do a number of steps one after the other, and then as many at once.
 
 It reports the makespans, and each group's duty cycle: processor seconds of its workers over the
-makespan. The busier group and all processes on all cores each set a bound. Fairness is the device
-seconds of the owner with most of them over those of the owner with fewest, also for the experiments
-in a row, because equal work differs by then already. `others` are the cores of other programs."""
+makespan. The busier group and all processes on all cores each set a bound. Fairness divides
+the device seconds of the owner with most of them by those of the owner with fewest. It is measured
+in a row, too, where equal work differs already. `others` are the cores of other programs."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ class Gateway:
         await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
         hosts = self.runs.hosts.list_hosts()
         runs = {run_id for host in hosts for run_id in host.runs}
-        samplers = self.samplers.keys() | {host.sampler for host in hosts}  # which runs may hold
+        samplers = self.samplers.keys() | {host.sampler for host in hosts}  # hosts may hold others
         jobs = {job.run_id for job in self.jobs.all()}
         await self.supervisor.settle(runs | samplers | jobs)
         await self.collector.collect_all()
@@ -427,7 +427,7 @@ class Gateway:
         self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
         await self.jobs.close(patience=_PATIENCE)
         await self.runs.lifecycle.close(self.runs.all(), patience=_PATIENCE)
-        self.write_usage()  # now, because the gateway may be killed during the rest
+        self.write_usage()  # the gateway may be killed during the rest
         await self.record.close()
         await self.samplers.close()
         await self.supervisor.close()
@@ -494,7 +494,7 @@ class Gateway:
                 self.samplers.end_session(session_id, error),
             )
             ended = sorted({*run_ids, *job_ids, *self.sampling.end_session(session_id)})
-            for run_id in ended:  # so that a failed collection is repeated later
+            for run_id in ended:  # a failed collection is repeated
                 self.checkpoints.mark(run_id)
             self.custom_losses.end_session(session_id)
             for run_id in ended:

@@ -124,6 +124,7 @@ class Access:
         session is ending."""
         if not await self._owns(sampler_id.partition(":sample:")[0]):
             raise unknown_sampler(sampler_id)
+        self._keep_alive(sampler_id.partition(":sample:")[0])  # also while the request waits
         found = await self.gateway.sampling.require(sampler_id)
         await self.session(found.session_id)
         return found

@@ -3,9 +3,9 @@
 A run in memory is a `run.Run`. The `registry` holds it until its session ends, and `lifecycle`
 starts and ends its trainer. `admission` writes an operation into the `journal` before the client
 gets its request_id. The run's `dispatcher` keeps the order of `seq_id`. At the operation's turn the
-`runner` prepares it, and `delivery` sends the call to the run's `trainer` until it is answered. The
-journal then records the outcome. `trainer_host` is the process of one or more runs, and
-`trainer_hosts` chooses it. `tools` are the shared parts of all runs.
+`runner` prepares it, or `publishing` a weight version. `delivery` sends the call to the run's
+`trainer` until it is answered. The journal then records the outcome. `trainer_host` is the process
+of one or more runs, and `trainer_hosts` chooses it. `tools` are the shared parts of all runs.
 
 After a trainer's death, `recovery` restores the next one from a snapshot and the later calls. The
 next gateway resumes runs from their rows. A gateway that ends saves its runs or leaves them to the

@@ -32,12 +32,12 @@ from gateway.owners.auth.identity import Readers
 from gateway.owners.limits import Quotas
 from gateway.owners.sessions.registry import SessionRegistry
 from gateway.sampling.bounds import Bounds
+from gateway.sampling.early_sessions import EarlySessions
 from gateway.sampling.router import SamplerRouter
 from gateway.storage.database import Database, from_row
 from gateway.storage.tables import sampling_sessions
 from tandem.errors import (
     InvalidRequest,
-    Overloaded,
     SequenceTaken,
     StorageFailed,
     UnknownSampler,
@@ -51,8 +51,6 @@ from tandem.weights import version_number
 SamplingKind = Literal["base", "named", "snapshot", "inflight"]
 
 SamplingUpdates = Literal["wait", "keep", "abort"]
-_PATIENCE = 20.0
-"""Seconds of a request for a sampling session that an unfinished operation creates."""
 _UPDATES = {"keep": sampler_pb2.UPDATES_KEEP, "abort": sampler_pb2.UPDATES_ABORT}
 
 SUPERSEDED_TTL = 300.0
@@ -98,14 +96,6 @@ class SamplingSession:
         return bool(self.version.run_id) and not self.version.adapter
 
 
-@dataclass(frozen=True)
-class _Early:
-    """The version of a sampling session without a row. `ended`: it has its row, or is over."""
-
-    version: str
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 @dataclass(eq=False, kw_only=True)
 class SamplingSessionRegistry:
     """`idle_ttl` is in seconds; see `expire_idle`."""
@@ -121,11 +111,7 @@ class SamplingSessionRegistry:
     _active: dict[str, SamplingSession] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._early: dict[str, _Early] = {}
-        """Sessions without a row, because their version is not durable yet."""
-        self._awaited: dict[str, asyncio.Future[None]] = {}
-        """The ends of the operations that create sessions, by the sessions' ids."""
-        self._lost: dict[str, str] = {}
+        self._early = EarlySessions()
         self._log = get_log()
 
     async def restore_sessions(self) -> None:
@@ -177,22 +163,24 @@ class SamplingSessionRegistry:
                         f"{str(checkpoint.path)!r} holds {what}; sample from what "
                         "save_weights_for_sampler wrote (tinker://RUN/sampler_weights/NAME)"
                     )
-                return await self._add(
+                session = await self._new(
                     session_id=session_id,
                     number=number,
                     kind="named",
                     model_path=model_path,
                     version=await self.versions.version(checkpoint.version),
                 )
+                return await self._add(session)
         if not base_model:
             raise InvalidRequest("a sampling session needs a base_model or a model_path")
         name, _full = split_model_name(base_model)
-        return await self._add(
+        session = await self._new(
             session_id=session_id,
             number=number,
             kind="base",
             version=base_version(self.models.get(name)),
         )
+        return await self._add(session)
 
     async def serve(
         self, *, session_id: str, number: int, model_path: str, version: WeightVersion, rank: int
@@ -202,13 +190,14 @@ class SamplingSessionRegistry:
         """
         session = self._active.get(sampling_session_id_of(session_id=session_id, number=number))
         if session is None:
-            session = await self._add(
+            new = await self._new(
                 session_id=session_id,
                 number=number,
                 kind="named" if version.run_id else "base",
                 model_path=model_path,
                 version=version,
             )
+            session = await self._add(new)
         if session.version.name != version.name:
             session.version, session.rank = version, rank
             self._update([session.id], version=version.name, run_id=version.run_id)
@@ -238,8 +227,7 @@ class SamplingSessionRegistry:
             if session.id not in self._active and await self._has_row(session.id):
                 raise _used_before(session.id)
             self._open(session)
-            self._lost.pop(session.id, None)
-            self._early[session.id] = _Early(version.name)
+            self._early.note_opened(session.id, version.name)
         return session
 
     @contextmanager
@@ -248,38 +236,24 @@ class SamplingSessionRegistry:
         try:
             yield
         except BaseException as error:
-            early = self._early.get(sampling_session_id)
-            if early is not None and early.version == version:
-                self._end_early(sampling_session_id)
+            if self._early.is_open(sampling_session_id, version):
                 if self._active.pop(sampling_session_id, None) is not None:
-                    ended = isinstance(error, asyncio.CancelledError)
-                    why = "its run has ended" if ended else describe(error)
-                    self._lost[sampling_session_id] = why
+                    self._early.note_lost(sampling_session_id, error)
+                else:  # its session has ended
+                    self._early.note_recorded(sampling_session_id)
             raise
 
-    def _end_early(self, sampling_session_id: str) -> None:
-        self._early.pop(sampling_session_id).ended.set()
-
-    async def _until_recorded(self, session: SamplingSession) -> None:
-        """Wait for a sampling session's row. Raises `Overloaded`."""
-        if (early := self._early.get(session.id)) is not None:
-            try:
-                await asyncio.wait_for(early.ended.wait(), _PATIENCE)
-            except TimeoutError:
-                raise Overloaded("the disk is taking the new weights; ask again") from None
-
     def await_session(self, sampling_session_id: str, end: asyncio.Future[None]) -> None:
-        """Let requests wait for a sampling session that an earlier gateway's client may have."""
-        self._awaited[sampling_session_id] = end
-        end.add_done_callback(lambda _: self._awaited.pop(sampling_session_id, None))
+        """Let requests wait for a sampling session until the operation that opens it ends."""
+        self._early.expect(sampling_session_id, end)
 
     async def record(self, sampling_session_id: str, version: WeightVersion) -> None:
         """Record an opened sampling session, whose version is durable now. An inflight save moves
         the run's earlier inflight sampling sessions to it.
 
         While the storage fails, the session stays without a row, until this gateway ends."""
-        session, early = self._active.get(sampling_session_id), self._early.get(sampling_session_id)
-        if early is not None and early.version == version.name:
+        session = self._active.get(sampling_session_id)
+        if self._early.is_open(sampling_session_id, version.name):
             try:
                 if session is not None:  # otherwise its session has ended
                     session.version = version
@@ -293,7 +267,7 @@ class SamplingSessionRegistry:
                     sampling_session_id=session.id,
                     reason=error.message,
                 )
-            self._end_early(sampling_session_id)
+            self._early.note_recorded(sampling_session_id)
         if session is None:
             return
         if session.kind == "inflight":
@@ -310,7 +284,7 @@ class SamplingSessionRegistry:
     ) -> None:
         """Set a sampling session's bounds, also for its waiting samples, and its updates. Raises
         `Overloaded` before its weights are durable."""
-        await self._until_recorded(session)
+        await self._early.until_recorded(session.id)
         await self.database.write(
             update(sampling_sessions)
             .where(sampling_sessions.c.id == session.id)
@@ -324,7 +298,7 @@ class SamplingSessionRegistry:
         requests from 10⁹ times that number. Raises `UnknownSampler`, or `Overloaded` before its
         weights are durable."""
         session = await self.require(sampling_session_id)
-        await self._until_recorded(session)
+        await self._early.until_recorded(session.id)
         session.clients += 1
         number = session.clients
         await self.database.write(
@@ -338,15 +312,13 @@ class SamplingSessionRegistry:
         """Return an active sampling session. Raises `UnknownSampler`, with the reason, or
         `Overloaded` while an operation of an earlier gateway has to create it again."""
         session = self._active.get(sampling_session_id)
-        if session is None and (end := self._awaited.get(sampling_session_id)) is not None:
-            await asyncio.wait({end}, timeout=_PATIENCE)
+        if session is None:
+            await self._early.until_opened(sampling_session_id)
             session = self._active.get(sampling_session_id)
-            if session is None and not end.done():
-                raise Overloaded("the run continues in another gateway; ask again")
         if session is not None:
             session.used_at = time.monotonic()
             return session
-        if (reason := self._lost.get(sampling_session_id)) is not None:
+        if (reason := self._early.why_lost(sampling_session_id)) is not None:
             raise UnknownSampler(
                 f"the weights of sampling session {sampling_session_id} are lost: {reason}"
             )
@@ -361,7 +333,7 @@ class SamplingSessionRegistry:
         )
 
     async def known(self, sampling_session_id: str) -> bool:
-        if any(sampling_session_id in each for each in (self._active, self._awaited, self._lost)):
+        if sampling_session_id in self._active or self._early.knows(sampling_session_id):
             return True
         return await self._has_row(sampling_session_id)
 
@@ -371,8 +343,7 @@ class SamplingSessionRegistry:
 
     def end_session(self, session_id: str) -> list[str]:
         """End a session's sampling sessions. Return the runs of their versions."""
-        prefix = sampling_session_id_of(session_id=session_id, number=0)[:-1]
-        self._lost = {id: why for id, why in self._lost.items() if not id.startswith(prefix)}
+        self._early.forget_reasons(session_id)
         return self._end([s for s in self._active.values() if s.session_id == session_id])
 
     def expire_idle(self) -> list[str]:
@@ -412,20 +383,13 @@ class SamplingSessionRegistry:
         of = self.sessions.get(session.session_id)
         return of.owner if of is not None else ""
 
-    async def _add(
-        self,
-        *,
-        session_id: str,
-        number: int,
-        kind: SamplingKind,
-        version: WeightVersion,
-        model_path: str = "",
-    ) -> SamplingSession:
-        session = await self._new(
-            session_id=session_id, number=number, kind=kind, version=version, model_path=model_path
-        )
+    async def _add(self, session: SamplingSession) -> SamplingSession:
         if (existing := self._active.get(session.id)) is not None:  # two requests at once
-            return _repeated(existing, base_model=version.base_model, model_path=model_path)
+            return _repeated(
+                existing,
+                base_model=session.version.base_model,
+                model_path=session.model_path,
+            )
         self._open(session)
         await self._insert(session)
         return session

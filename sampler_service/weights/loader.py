@@ -133,6 +133,8 @@ class Loader:
         if handoff.dtype != self._facts.dtype:
             raise LoadFailed(f"it is in {handoff.dtype}, and the engine in {self._facts.dtype}")
         manifest = Manifest.model_validate_json(handoff.manifest)
+        if manifest.version != version.name:
+            raise LoadFailed(f"its manifest is of {manifest.version}")
         check_canary(manifest.canary, self._facts, name=version.name)
         offered = loadable(inventory_of(handoff), tied=self._tied)
         check_inventory(offered, expected=self._expected, name=version.name)

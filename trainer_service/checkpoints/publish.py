@@ -17,17 +17,9 @@ from pathlib import Path
 import numpy as np
 
 from tandem.errors import ServerError, describe
-from tandem.weights import (
-    Canary,
-    FileEntry,
-    Manifest,
-    PartialVersion,
-    checksum_file,
-)
+from tandem.weights import Canary, FileEntry, Manifest, PartialVersion, checksum_file
 from tandem.weights.adapter_files import WEIGHTS_NAME
-from tandem.weights.layout import (
-    write_index,
-)
+from tandem.weights.layout import write_index
 from tandem.weights.store import fsync_path, sync_at_once
 from tandem.weights.sums import TensorSums
 from trainer_service.backends.base import Export, TrainerBackend

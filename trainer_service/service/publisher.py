@@ -43,7 +43,7 @@ class Publisher:
         self._early: dict[str, Future[trainer_pb2.PublishReply]] = {}
         """The replies of the newest early versions, once they are durable, by name."""
         self._writing: dict[Future[trainer_pb2.PublishReply], int] = {}
-        """The bytes of copies whose files are being written, by the versions' replies."""
+        """The bytes of each copy that a thread writes to files, by its version's reply."""
         self._copies: dict[str, KeptCopy] = {}
         """Copies for a sampler: of the newest version until its release, and of older versions
         never released."""

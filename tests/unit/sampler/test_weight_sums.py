@@ -214,6 +214,10 @@ def test_files_are_read_where_the_manifest_of_what_is_handed_over_is_damaged(tmp
     verified = loader.verify(replace(version, handoff=whole), lambda: None)
     assert "Manifest" in verified.handoff_failure
     assert verified.version.handoff is None and verified.sums
+    other = (version.path / "manifest.json").read_text().replace(version.name, "run/v0")
+    of_another = common_pb2.Handoff(name=version.name, dtype="bfloat16", manifest=other.encode())
+    verified = loader.verify(replace(version, handoff=of_another), lambda: None)
+    assert verified.handoff_failure == "its manifest is of run/v0"
 
 
 @pytest.mark.parametrize("wanted", ["a version", "the base model"])
