@@ -11,7 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem.errors import CheckpointDamaged, NoGradients, OutOfMemory, TandemError, WorkerDied
-from tandem.protocol.fencing import Fence
+from tandem.protocol.fencing import LEASE_METADATA_KEY, Fence
 from tandem.protocol.worker import OUT_OF_MEMORY_METADATA_KEY
 from tandem.telemetry import get_log
 from tandem.v1 import common_pb2, trainer_pb2
@@ -394,3 +394,15 @@ async def test_an_operation_may_wait_for_one_that_no_gateway_sends_any_more(trai
     assert not (await trainer.restore(5)).HasField("failure")
     await waiting
     assert trainer.applied == [6]
+
+
+async def test_a_trainer_that_still_writes_from_its_memory_stays_awake_and_says_why(trainer):
+    trainer.engine.runs.release_copies = lambda: False
+    trainer.engine.runs.switching = SimpleNamespace(asleep=False)
+    trainer.servicer._fence = Fence(1)
+    context: Any = Context()
+    context.invocation_metadata = lambda: ((LEASE_METADATA_KEY, "1"),)
+    reply = await trainer.servicer.Sleep(common_pb2.SleepRequest(), context)
+    assert reply.failure.type == "storage_failed"
+    assert "files are still being written from its memory" in reply.failure.message
+    assert (await trainer.step(1, context=context)).step == 1
