@@ -117,6 +117,7 @@ class RunPublisher:
             return refused
         repeats = run.log is not None and run.log.complete
         if repeats and run.error is None and not in_flight:
+            run.timeline.end_operation(call.operation.future)
             call.operation.future.resolve_early(_session_result(session.id))
         return None
 

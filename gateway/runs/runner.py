@@ -67,8 +67,7 @@ class OperationRunner:
         try:
             return await self._carry_out(call)
         finally:
-            age = time.monotonic() - call.operation.future.accepted_at
-            self._run.timeline.add("operation", seconds=age)
+            self._run.timeline.end_operation(call.operation.future)
 
     async def _carry_out(self, call: Call) -> Outcome:
         match call.operation.body:

@@ -19,6 +19,8 @@ from itertools import pairwise
 from typing import Literal, get_args
 from weakref import WeakValueDictionary
 
+from gateway.storage.futures.table import Future
+
 Share = Literal["compute", "publish", "place", "devices", "weights", "queue", "samples", "client"]
 SHARES: tuple[Share, ...] = get_args(Share)
 Signal = Literal["operation", "compute", "publish", "load", "sample"]
@@ -105,6 +107,11 @@ class Timeline:
         """Note a span that ends now."""
         now = self.clock()
         self._add(signal, now - seconds, now)
+
+    def end_operation(self, future: Future) -> None:
+        """Note the span of an operation that ends now, unless its client has had the result."""
+        if not future.ended:
+            self.add("operation", seconds=self.clock() - future.accepted_at)
 
     def _add(self, signal: Signal, begin: float, end: float) -> None:
         spans = self._spans.setdefault(signal, [])

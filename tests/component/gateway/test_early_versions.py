@@ -104,6 +104,22 @@ def test_weights_that_are_lost_after_their_client_has_them_are_told_to_their_sam
         assert asample(run.client, sampler_of(run, 5)).status_code == 200
 
 
+def test_time_after_the_result_counts_as_samples_and_not_as_queue(start):
+    with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
+        run = Run.new(gate)
+        train(run, 1)
+        operation = publish(run, 3)
+        assert gate.retrieve(operation).status_code == 200
+        sample = asample(run.client, sampler_of(run))
+        assert gate.retrieve(sample.json()["request_id"]).status_code == 200
+        gate.run(run.newest.disk_gate.set)
+        wait_until(lambda: not gate.gateway.futures.get(operation).unrecorded)
+        run.step(4)
+        run.outcome(4)
+        steps = run.client.get(f"/api/tandem/v1/runs/{run.id}/steps").json()["steps"]
+        assert steps[-1]["metrics"]["seconds/samples"] > 0
+
+
 def test_a_number_that_a_sampling_session_has_is_refused_and_the_run_goes_on(start):
     with start(recovery=SELDOM, launcher=slow_launcher()) as gate:
         run = Run.new(gate)
