@@ -20,6 +20,9 @@ from tandem.v1 import sampler_pb2, sampler_pb2_grpc
 _SILENCE = 2
 """Timeouts of silence before a sampler is given up: a load and the next sample."""
 
+_FULL = 64
+"""Requests in a message that waits for no more of them."""
+
 _DESCRIBE_TIMEOUT = 2.0
 
 Answer = TypeVar("Answer", sampler_pb2.LoadReply, sampler_pb2.SampleReply)
@@ -147,9 +150,9 @@ class SamplerClient:
 class SampleStream:
     """One stream of requests and replies under one lease.
 
-    Requests of one event loop turn form one message, because single messages would cost more than
-    all the rest. Cancelling an answer cancels its request. A break raises its error in all
-    answers."""
+    Requests of one event loop turn, and of the next ones if each brings more, form one message.
+    Single messages would cost more than all the rest. Cancelling an answer cancels its request. A
+    break raises its error in all answers."""
 
     def __init__(self, worker: Worker, stub: sampler_pb2_grpc.SamplerAsyncStub) -> None:
         self.lease = worker.lease
@@ -186,6 +189,10 @@ class SampleStream:
         while not self.ended or self._unsent.ByteSize():
             await self._changed.wait()
             self._changed.clear()
+            waiting = 0
+            while waiting < len(self._unsent.requests) < _FULL:
+                waiting = len(self._unsent.requests)
+                await asyncio.sleep(0)
             batch, self._unsent = self._unsent, sampler_pb2.SampleRequests()
             if batch.requests or batch.cancelled:
                 yield batch

@@ -45,8 +45,8 @@ _CONNECT_TIMEOUT = timedelta(minutes=1)
 """For another rank to reach the store."""
 _ANSWER_SECONDS = 5.0
 """For the store to answer a connected rank."""
-_COMPILED_SHARE_TOKENS = 512
-"""Minimum tokens of a compiled run's share. One core computes them in about 30 ms."""
+_COMPILED_SHARE_TOKENS = 256
+"""Minimum tokens of a compiled run's share. One core computes them in about 20 ms."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
 """For the slowest rank's thread to join a snapshot."""
 
