@@ -102,9 +102,8 @@ class Bench:
         self.show("publish", rows)
 
     def clients(self) -> None:
-        with self.stack(self.model, ranks=1) as (stack, service):
+        with self.stack(self.model, ranks=1) as (_stack, service):
             sampler = service.create_sampling_client(base_model="bench/model").result()
-            wait_ready(stack.endpoint)
             row = concurrency.many_clients(sampler, requests=4 * self.rounds)
         self.show("many clients", [row])
 
