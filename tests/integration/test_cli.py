@@ -124,9 +124,14 @@ def test_status_shows_sessions_runs_samplers_and_workers(
 ) -> None:
     at = ("--data-dir", str(stack.data_dir))
     run.save_weights_and_get_sampling_client().result(timeout=240)
-    status = json.loads(tandem("status", "--json", *at).stdout)
-    mine = next(row for row in status["runs"] if row["id"] == run.model_id)
-    assert (mine["state"], mine["base_model"], mine["queued"]) == ("ready", TIED, 0)
+
+    def status_and_run() -> tuple[dict, dict]:
+        status = json.loads(tandem("status", "--json", *at).stdout)
+        return status, next(row for row in status["runs"] if row["id"] == run.model_id)
+
+    wait_until(lambda: status_and_run()[1]["queued"] == 0)  # the client had its result early
+    status, mine = status_and_run()
+    assert (mine["state"], mine["base_model"]) == ("ready", TIED)
     assert status["sessions"] and status["samplers"]
     assert {worker["kind"] for worker in status["workers"]} == {"trainer", "sampler"}
     assert "workers" in tandem("status", *at).stdout
