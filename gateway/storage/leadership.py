@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import psutil
 from sqlalchemy import Connection, select, text, update
@@ -29,13 +29,12 @@ from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
 
 _POLL = 0.1
-"""Seconds between two looks at another gateway's row, unless it resigns meanwhile."""
+"""Seconds between two looks at another gateway's row. They are a part of each takeover."""
 _BEATS = 5
 """Beats per `timeout`."""
 
 _ONE_AT_A_TIME = text("SELECT pg_advisory_xact_lock(hashtext('gateway_lease'))")
 """Serializes the table's creation, because PostgreSQL refuses a concurrent one."""
-_LISTEN, _NOTIFY = text("LISTEN gateway_lease"), text("NOTIFY gateway_lease")
 
 Result = TypeVar("Result")
 
@@ -78,10 +77,9 @@ class Leadership:
             try:
                 if await self.take():
                     return
-                await self._in_thread(self._listen)
             except StorageFailed:
                 self._seen = None
-                await asyncio.sleep(_POLL)
+            await asyncio.sleep(_POLL)
 
     async def take_unless_used(self) -> bool:
         """Become the leader even after a dead one, after `timeout` seconds of watching. Return
@@ -145,18 +143,6 @@ class Leadership:
         self.epoch = epoch
         return True
 
-    def _listen(self, connection: Connection) -> None:
-        """Return when a leader has resigned, or after `_POLL` seconds."""
-        connection.execute(_LISTEN)
-        connection.commit()
-        driver: Any = connection.connection.driver_connection
-        try:
-            for _ in driver.notifies(timeout=_POLL, stop_after=1):
-                pass
-        except driver.Error as error:
-            connection.invalidate()
-            raise StorageFailed("the connection to the database broke") from error
-
     def _beat(self, connection: Connection) -> bool:
         mine, beat = leader.c.epoch == self.epoch, leader.c.beat
         change = update(leader).where(mine).values(beat=beat + 1)
@@ -165,7 +151,6 @@ class Leadership:
     def _resign(self, connection: Connection) -> None:
         mine = leader.c.epoch == self.epoch
         connection.execute(update(leader).where(mine).values(holder=""))
-        connection.execute(_NOTIFY)
 
 
 def _this_process() -> str:

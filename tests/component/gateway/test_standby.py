@@ -15,7 +15,6 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from gateway.app import create_app
-from gateway.storage import leadership
 from gateway.storage.database import Database
 from gateway.storage.leadership import Leadership
 from gateway.storage.tables import audit, keys, leader
@@ -63,17 +62,6 @@ async def test_one_of_many_becomes_the_leader_and_the_next_one_when_it_resigns(t
             waiting = asyncio.create_task(last.wait())
         await asyncio.wait_for(waiting, PATIENCE)
         assert last.epoch > max(each.epoch for each in several) > 0
-
-
-async def test_a_leader_that_resigns_wakes_those_that_wait(leadership_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(leadership, "_POLL", 2 * PATIENCE)
-    next_one = await leadership_of()
-    async with Leadership.open(url=url_for(tmp_path), timeout=NEVER) as first:
-        assert await first.take()
-        waiting = asyncio.create_task(next_one.wait())
-        await asyncio.sleep(SOON)
-        assert not waiting.done()
-    await asyncio.wait_for(waiting, PATIENCE)
 
 
 async def test_a_holder_whose_beat_stands_still_loses_the_leadership_and_learns_it(leadership_of):
