@@ -129,7 +129,7 @@ def test_status_shows_sessions_runs_samplers_and_workers(
         status = json.loads(tandem("status", "--json", *at).stdout)
         return status, next(row for row in status["runs"] if row["id"] == run.model_id)
 
-    wait_until(lambda: status_and_run()[1]["queued"] == 0)  # the client had its result early
+    wait_until(lambda: status_and_run()[1]["queued"] == 0)  # a publish ends after its result
     status, mine = status_and_run()
     assert (mine["state"], mine["base_model"]) == ("ready", TIED)
     assert status["sessions"] and status["samplers"]

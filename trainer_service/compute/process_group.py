@@ -46,7 +46,7 @@ _CONNECT_TIMEOUT = timedelta(minutes=1)
 _ANSWER_SECONDS = 5.0
 """For the store to answer a connected rank."""
 _COMPILED_SHARE_TOKENS = 256
-"""Minimum tokens of a compiled run's share. One core computes them in about 20 ms."""
+"""Minimum tokens of a compiled run's share. Smaller shares were not measured in a whole step."""
 _SNAPSHOT_TIMEOUT = timedelta(minutes=30)
 """For the slowest rank's thread to join a snapshot."""
 

@@ -60,9 +60,11 @@ class OperationUnderWay(Answer):
 
 
 class RunStatus(Answer):
-    """`restored` counts restorations of its trainer. `snapshot_step` is the newest snapshot's step,
-    or 0. `snapshot_problem` explains a missing or useless newer snapshot. `micro_batch_tokens` is
-    the largest micro-batch, which shrinks after running out of memory."""
+    """`queued` counts operations that have not ended, `under_way` the begun ones of them. A publish
+    may end after its client has the result. `restored` counts restorations of its trainer.
+    `snapshot_step` is the newest snapshot's step, or 0. `snapshot_problem` explains a missing or
+    useless newer snapshot. `micro_batch_tokens` is the largest micro-batch, which shrinks after
+    running out of memory."""
 
     id: str
     name: str

@@ -84,7 +84,7 @@ def test_a_number_of_an_ended_sampling_session_is_refused_and_the_run_goes_on(ga
     with gate.http() as client:
         save(client, run, 1, sampling_session_seq_id=7)
         assert gate.retrieve(f"{run}:1").json()["sampling_session_id"].endswith(":sample:7")
-        wait_until(lambda: not gate.gateway.futures.get(f"{run}:1").unrecorded)
+        wait_until(lambda: not gate.gateway.futures.get(f"{run}:1").unrecorded)  # it has its row
         gate.run(lambda: gate.gateway.sampling.end_session(run.partition(":")[0]))
         save(client, run, 2, sampling_session_seq_id=7)
         failed = gate.retrieve(f"{run}:2").json()
