@@ -62,7 +62,8 @@ def test_an_engine_takes_the_weights_of_a_trainer_that_lives_and_the_files_of_on
         trainer, engine = (
             stack.worker(kind, session_id=session_of(run))["pid"] for kind in ("trainer", "sampler")
         )
-        assert memory_files(trainer) == 0
+        # The trainer writes the files from the copy after the client has its result.
+        wait_until(lambda: memory_files(trainer) == 0, what="the trainer has freed its copy")
         handed_over = drawn(sampler)
         assert drawn(first) != handed_over
         assert drawn(sampler) == handed_over, "from the files, which were loaded for it"
