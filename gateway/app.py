@@ -181,17 +181,18 @@ def create_app(
         end()
 
     @asynccontextmanager
-    async def serving(app: FastAPI, *, epoch_of_leader: int = 0) -> AsyncIterator[None]:
-        number = epoch_of_leader or epoch_without_leader(
-            of_cluster=settings.launcher == "kubernetes"
-        )
+    async def serving(app: FastAPI, *, leadership: Leadership | None = None) -> AsyncIterator[None]:
+        if leadership is not None:
+            number = leadership.epoch
+        else:
+            number = epoch_without_leader(of_cluster=settings.launcher == "kubernetes")
         epoch = Epoch(number=number, superseded=superseded)
         found = Gateway.open(
             settings,
             launchers=for_each_kind(launcher) if launcher else make_launchers(settings, epoch),
             metrics=metrics,
             epoch=epoch,
-            leads=bool(epoch_of_leader),
+            leadership=leadership,
             stop=stop,
         )
         async with found as gateway, Housekeeping(gateway).running():
@@ -290,7 +291,7 @@ async def _serving_as_leader(
                 try:
                     if not opened.is_set():
                         await leadership.wait()
-                        await stack.enter_async_context(serving(epoch_of_leader=leadership.epoch))
+                        await stack.enter_async_context(serving(leadership=leadership))
                         app.state.on_opened()
                     await leadership.lost()
                 except Exception as error:  # noqa: BLE001 - whoever started it does so again
@@ -300,7 +301,7 @@ async def _serving_as_leader(
                 end()
 
             if await leadership.take():
-                await stack.enter_async_context(serving(epoch_of_leader=leadership.epoch))
+                await stack.enter_async_context(serving(leadership=leadership))
             else:
                 get_log().info("standing_by", holder=leadership.holder)
             following = asyncio.create_task(follow(), name="leadership")

@@ -62,6 +62,7 @@ from gateway.storage.database import Database
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.storage.futures.completion_feed import CompletionFeed
 from gateway.storage.futures.table import RESULT_BYTES, RESULTS, FutureTable
+from gateway.storage.leadership import Leadership
 from gateway.storage.retention import Retention
 from gateway.workers.declared_groups import budgets_of, groups_of
 from gateway.workers.engine_adapter import EngineAdapter
@@ -101,23 +102,23 @@ class Gateway:
         launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
-        leads: bool = False,
+        leadership: Leadership | None = None,
         stop: Stop | None = None,
     ) -> AsyncIterator[Gateway]:
         """Open the data directory and everything in it, and close it at the end of the block.
 
         Sessions and runs of an earlier gateway continue. Its other unfinished work fails or is
         removed. At the end, sessions and runs stay for the next gateway, and `stop` decides about
-        the workers. With `leads`, the `epoch` comes from the leader's row, which replaces the
-        directory's lock. Raises `InvalidRequest` if another gateway uses the directory, or if other
-        machines could reach this gateway without a key."""
-        with locked_data_directory(settings.data_dir, shared=leads):
+        the workers. A `leadership`, which has the same `epoch`, replaces the directory's lock.
+        Raises `InvalidRequest` if another gateway uses the directory, or if other machines could
+        reach this gateway without a key."""
+        with locked_data_directory(settings.data_dir, shared=leadership is not None):
             gateway = cls(
                 settings,
                 launchers=launchers,
                 metrics=metrics,
                 epoch=epoch,
-                leads=leads,
+                leadership=leadership,
                 stop=stop or Stop(hand_over=False),
             )
             try:
@@ -136,7 +137,7 @@ class Gateway:
         launchers: Launchers,
         metrics: Metrics,
         epoch: Epoch,
-        leads: bool,
+        leadership: Leadership | None,
         stop: Stop,
     ) -> None:
         self.settings = settings
@@ -148,7 +149,7 @@ class Gateway:
         self.api_key = settings.api_key or keep_api_key(private)
         self.signing_key = signing_key = keep_signing_key(private)
         self.database = database = Database(
-            url=settings.database_url, data_dir=data_dir, epoch=epoch.number if leads else 0
+            url=settings.database_url, data_dir=data_dir, leadership=leadership
         )
         self.keys = KeyStore(database=database)
         self.identity = Identity(keys=self.keys, signing_key=signing_key)

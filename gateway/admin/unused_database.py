@@ -18,7 +18,7 @@ async def unused_database(settings: GatewaySettings) -> AsyncIterator[Database]:
     `InvalidRequest` if the gateway of another directory uses the database."""
     url = settings.database_url
     async with AsyncExitStack() as stack:
-        epoch = 0
+        leadership: Leadership | None = None
         if is_postgresql(url):
             opened = Leadership.open(url=url, timeout=settings.leader_timeout)
             leadership = await stack.enter_async_context(opened)
@@ -27,8 +27,7 @@ async def unused_database(settings: GatewaySettings) -> AsyncIterator[Database]:
                     "a gateway uses the database: one of another data directory, in another "
                     "container or on another host; stop it first, or ask it for keys there"
                 )
-            epoch = leadership.epoch
-        database = Database(url=url, data_dir=settings.data_dir, epoch=epoch)
+        database = Database(url=url, data_dir=settings.data_dir, leadership=leadership)
         stack.push_async_callback(database.close)
         await database.open()
         yield database

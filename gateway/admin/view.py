@@ -90,7 +90,7 @@ async def _gateway(temporary: Path, data_dir: Path) -> Gateway:
         launchers=make_launchers(settings, epoch),
         metrics=Metrics(),
         epoch=epoch,
-        leads=False,
+        leadership=None,
         stop=Stop(hand_over=False),
     )
     await gateway.database.open()

@@ -40,6 +40,7 @@ from sqlalchemy.exc import DBAPIError
 from gateway.storage.commits import FileWork, Row, Write, errors_of, write_batch
 from gateway.storage.drivers import cause_of, make_engine, typed
 from gateway.storage.fair_queue import FairQueue
+from gateway.storage.leadership import Leadership
 from gateway.storage.log_sync import LogSync
 from gateway.storage.migrations import upgrade
 from tandem.errors import StorageFailed
@@ -72,13 +73,21 @@ Record = TypeVar("Record", bound="DataclassInstance")
 class Database:
     """Call `await open()` first and `await close()` last, which commits queued writes. An empty URL
     means SQLite in the data directory. `kept_bytes` bounds the memory of writes while the storage
-    fails. `epoch` is this gateway's epoch as the leader, or 0 where none is elected."""
+    fails. `leadership` is this gateway's, or None where no leader is elected."""
 
     def __init__(
-        self, *, url: str, data_dir: Path, kept_bytes: int = _MAX_KEPT_BYTES, epoch: int = 0
+        self,
+        *,
+        url: str,
+        data_dir: Path,
+        kept_bytes: int = _MAX_KEPT_BYTES,
+        leadership: Leadership | None = None,
     ) -> None:
-        self._epoch = epoch
-        self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
+        self._leadership = leadership
+        if leadership is not None:
+            self._engine = leadership.engine
+        else:
+            self._engine = make_engine(url or f"sqlite:///{data_dir / 'tandem.db'}")
         self._is_sqlite = self._engine.dialect.name == "sqlite"
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="database-reader")
         self._writer_thread = ThreadPoolExecutor(1, thread_name_prefix="database-writer")
@@ -113,7 +122,8 @@ class Database:
                 self._log.error("writes_lost", count=len(self._postponed))
         for threads in (self._writer_thread, self._readers, self._log_sync):
             threads.shutdown()
-        self._engine.dispose()
+        if self._leadership is None:  # it resigns with its engine
+            self._engine.dispose()
 
     async def write(
         self,
@@ -309,11 +319,12 @@ class Database:
         self._work.set()
 
     async def _run_writer(self, connection: Connection) -> None:
+        epoch = self._leadership.epoch if self._leadership is not None else 0
         while True:
             await self._work.wait()
             self._work.clear()
             while batch := self._take_batch():
-                errors = await self._in_writer(partial(write_batch, connection, batch, self._epoch))
+                errors = await self._in_writer(partial(write_batch, connection, batch, epoch))
                 self._note_failure(batch, errors)
                 done = [write for write, error in zip(batch, errors, strict=True) if error is None]
                 self._settle(batch, errors)

@@ -78,7 +78,7 @@ async def test_a_holder_is_newer_than_all_before_it_also_in_another_database(lea
     first, second = await leadership_of(), await leadership_of()
     assert await first.take()
     assert first.epoch > epoch_without_leader()
-    with first._engine.begin() as connection:
+    with first.engine.begin() as connection:
         connection.execute(update(leader).values(epoch=5, holder=""))
     assert await second.take()
     assert second.epoch > first.epoch
@@ -133,7 +133,7 @@ async def test_a_leader_that_was_killed_is_replaced_at_once(leadership_of, tmp_p
 async def test_the_database_refuses_what_an_older_gateway_writes(leadership_of, tmp_path):
     first = await leadership_of()
     assert await first.take()
-    database = Database(url=url_for(tmp_path), data_dir=tmp_path, epoch=first.epoch)
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path, leadership=first)
     await database.open()
     await database.write(insert(audit), ROW)
     assert await (await leadership_of(timeout=0.0)).take()
