@@ -93,6 +93,10 @@ _SUPERSEDED = (
     "another gateway has taken over from this one; if there is no other, start the agent again, too"
 )
 _TICK = 0.1
+_LAST_REQUESTS = 0.03
+"""Seconds in which a stopping gateway still answers requests, and closes their connections after
+that. A request that crosses the end of its connection is lost, and the SDK repeats it only after a
+second."""
 _DRAIN_POLL = 0.005
 """Seconds between two looks for unfinished answers."""
 _COLLECTIONS = (2_000, 5, 1_000_000)
@@ -332,8 +336,11 @@ def path_operations(app: FastAPI) -> list[PathOperation]:
 class GatewayServer(uvicorn.Server):
     """Announces itself when it listens, and ends long polls at shutdown."""
 
-    def __init__(self, config: uvicorn.Config, *, malformed: CountedLines) -> None:
+    def __init__(
+        self, config: uvicorn.Config, *, connections: Connections, malformed: CountedLines
+    ) -> None:
         super().__init__(config)
+        self._connections = connections
         self._malformed = malformed
         self._asked_to_exit = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -402,19 +409,25 @@ class GatewayServer(uvicorn.Server):
         clients would wait for."""
         if hasattr(cast(FastAPI, self.config.app).state, "gateway"):
             self._announcement.unlink(missing_ok=True)
-            self.gateway.futures.release_waiters()
         for server in self.servers:
             server.close()
+        self._connections.ending = True
+        await self._connections_end(within=_LAST_REQUESTS)
+        if hasattr(cast(FastAPI, self.config.app).state, "gateway"):
+            self.gateway.futures.release_waiters()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(GRACEFUL_SECONDS):
-                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
-                    await asyncio.sleep(_DRAIN_POLL)
+        await self._connections_end(within=GRACEFUL_SECONDS)
         for task in self.server_state.tasks:
             task.cancel()
         await self.lifespan.shutdown()
         self._malformed.write(closing=True)
+
+    async def _connections_end(self, *, within: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within):
+                while self.server_state.connections or self.server_state.tasks:  # noqa: ASYNC110
+                    await asyncio.sleep(_DRAIN_POLL)
 
     def _why_deaf(self, error: OSError) -> str:
         used = error.errno == errno.EADDRINUSE
@@ -444,10 +457,11 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
     malformed = CountedLines(
         metrics.malformed_requests, first="malformed_request", more="malformed_requests"
     )
+    connections = Connections(http_connection.MAX_CONNECTIONS, metrics=metrics)
     protocol = partial(
         BoundedProtocol,
         metrics=metrics,
-        all_connections=Connections(http_connection.MAX_CONNECTIONS, metrics=metrics),
+        all_connections=connections,
         malformed=malformed,
     )
     config = uvicorn.Config(
@@ -464,7 +478,7 @@ def make_server(app: FastAPI, settings: GatewaySettings) -> GatewayServer:
         backlog=4096,
         timeout_keep_alive=http_connection.KEEP_ALIVE,
     )
-    return GatewayServer(config, malformed=malformed)
+    return GatewayServer(config, connections=connections, malformed=malformed)
 
 
 def _tell(sentence: str) -> None:

@@ -43,12 +43,12 @@ class Housekeeping:
         """Run a round every `ROUND_INTERVAL` seconds during the block. Slow work has tasks of its
         own."""
         gateway = self._gateway
-        rounds = self._repeat(self._do_round, interval=ROUND_INTERVAL)
-        removals = self._repeat(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
+        rounds = self._repeat_later(self._do_round, interval=ROUND_INTERVAL)
+        removals = self._repeat_later(gateway.retention.remove_old, interval=_RETENTION_INTERVAL)
         models = self._repeat(gateway.models.discover_models, interval=_MODELS_INTERVAL)
         disk = self._repeat(self._measure_disk, interval=_DISK_INTERVAL)
-        trials = self._repeat(gateway.playground.look_at_trials, interval=ROUND_INTERVAL)
-        scaling = self._repeat(gateway.autoscaler.follow_demand, interval=ROUND_INTERVAL)
+        trials = self._repeat_later(gateway.playground.look_at_trials, interval=ROUND_INTERVAL)
+        scaling = self._repeat_later(gateway.autoscaler.follow_demand, interval=ROUND_INTERVAL)
         tasks = [
             asyncio.create_task(disk, name="free-disk"),
             asyncio.create_task(rounds, name="housekeeping"),
@@ -77,6 +77,11 @@ class Housekeeping:
         folder = self._gateway.settings.data_dir
         usage = await asyncio.to_thread(shutil.disk_usage, folder)  # a lost server blocks it
         self._gateway.metrics.free_disk.set(usage.free)
+
+    async def _repeat_later(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
+        """Begin when clients have their first answers. They would wait for the database."""
+        await asyncio.sleep(ROUND_INTERVAL)
+        await self._repeat(work, interval=interval)
 
     async def _repeat(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
         failing = False

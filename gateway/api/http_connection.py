@@ -98,6 +98,8 @@ class Connections:
         self.most = min(most, files - self._reserve)
         self._metrics = metrics
         self.starts = Starts()
+        self.ending = False
+        """Whether each connection closes after its next answer."""
         self._open: set[BoundedProtocol] = set()
         self._waiting: dict[BoundedProtocol, None] = {}
         self._surplus: dict[BoundedProtocol, None] = {}
@@ -254,7 +256,7 @@ class BoundedProtocol(HttpToolsProtocol):
             return
         self._all.begin(self)
         super().on_headers_complete()
-        if self._surplus:
+        if self._surplus or self._all.ending:
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:

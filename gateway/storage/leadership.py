@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import psutil
-from sqlalchemy import Connection, inspect, select, text, update
+from sqlalchemy import Connection, select, text, update
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.exc import DBAPIError
 
 from gateway.storage.drivers import make_engine, typed
+from gateway.storage.migrations import newest_revision, revision_of
 from gateway.storage.tables import leader, metadata
 from tandem.errors import StorageFailed
 from tandem.telemetry import get_log
@@ -153,9 +154,8 @@ class Leadership:
         A new connection of PostgreSQL first reads its catalog, which takes 1 ms for each table."""
         with self.engine.connect() as second:
             for connection in (first, second):
-                names = inspect(connection).get_table_names()
-                for table in metadata.sorted_tables:
-                    if table.name in names:
+                if revision_of(connection) == newest_revision():  # with all tables
+                    for table in metadata.sorted_tables:
                         connection.execute(select(table).limit(0))
 
     def _beat(self, connection: Connection) -> bool:

@@ -19,7 +19,7 @@ _FOLDER = Path(__file__).parent
 def upgrade(connection: Connection) -> None:
     """Create the tables, or apply the missing migrations, in one transaction. Raises
     `UnknownSchema` for an unknown revision."""
-    revision = _revision(connection)
+    revision = revision_of(connection)
     if revision == newest_revision():
         return
     check_revision(revision, "the database")
@@ -39,6 +39,13 @@ def upgrade(connection: Connection) -> None:
     connection.commit()
 
 
+def revision_of(connection: Connection) -> str:
+    """Return a database's revision, "" if it is empty."""
+    if not inspect(connection).has_table("alembic_version"):
+        return ""
+    return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar() or "")
+
+
 def newest_revision() -> str:
     return _revisions()[-1]
 
@@ -56,9 +63,3 @@ def check_revision(revision: str, database: str) -> None:
 
 def _revisions() -> list[str]:
     return sorted(path.stem.removeprefix("v") for path in (_FOLDER / "versions").glob("v*.py"))
-
-
-def _revision(connection: Connection) -> str:
-    if not inspect(connection).has_table("alembic_version"):
-        return ""
-    return str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar() or "")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import signal
 
+import httpx
 import pytest
 
 from gateway.app import create_app, make_server
 from gateway.workers.processes import Processes
 from tests.support.gateway.fake_launcher import FakeLauncher
-from tests.support.gateway.running import no_signals, settings_for
+from tests.support.gateway.running import no_signals, running_gateway, settings_for
 from tests.support.waiting import PATIENCE, until
 
 
@@ -34,6 +35,17 @@ async def test_a_signal_ends_a_gateway_before_the_next_tick(tmp_path, monkeypatc
     server.handle_exit(signal.SIGTERM, None)
     await asyncio.wait_for(serving, PATIENCE)
     assert not (settings.data_dir / "gateway.json").exists()
+
+
+def test_a_client_that_goes_on_asking_loses_no_request_to_a_stop(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.app._LAST_REQUESTS", PATIENCE)
+    with running_gateway(tmp_path) as gateway, gateway.http() as client:
+        assert client.get("/api/v1/healthz").headers.get("connection") != "close"
+        gateway.server.should_exit = True
+        while client.get("/api/v1/healthz").headers.get("connection") != "close":
+            pass  # the connection stays open for the next request
+        with pytest.raises(httpx.ConnectError):
+            client.get("/api/v1/healthz")
 
 
 async def test_a_gateway_that_cannot_start_leaves_the_workers_to_the_next_one(
