@@ -6,7 +6,7 @@ import asyncio
 import json
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -74,14 +74,19 @@ class VersionStore:
 
     async def find(self, name: str) -> WeightVersion | None:
         """Return a version, None if it never existed or was collected."""
-        row = await self._database.read_one(
+        return (await self.find_all([name])).get(name)
+
+    async def find_all(self, names: Collection[str]) -> dict[str, WeightVersion]:
+        """Return the versions of these names that exist, by name."""
+        rows = await self._database.read(
             select(weight_versions).where(
-                weight_versions.c.name == name, weight_versions.c.collected_at.is_(None)
+                weight_versions.c.name.in_(names), weight_versions.c.collected_at.is_(None)
             )
         )
-        if row is None:
-            return None
-        return from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
+        return {
+            row["name"]: from_row(WeightVersion, row, path=str(self._data_dir / row["path"]))
+            for row in rows
+        }
 
     async def version(self, name: str) -> WeightVersion:
         """Return a version. Raises `UnknownWeights`."""

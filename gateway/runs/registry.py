@@ -26,7 +26,7 @@ from gateway.runs.lifecycle import RunLifecycle
 from gateway.runs.operations import Kind, LoadWeights, Operation
 from gateway.runs.record.identity import identity_of
 from gateway.runs.recovery.replay_log import recovery_of
-from gateway.runs.recovery.resumption import RunResumption
+from gateway.runs.recovery.resumption import LeftRun, RunResumption
 from gateway.runs.run import Run, RunEnding
 from gateway.runs.tools import RunTools
 from gateway.runs.trainer_hosts import TrainerHosts
@@ -54,6 +54,9 @@ from tandem.weights.model_config import (
     why_unsharded,
     why_untrained,
 )
+
+_READ_TOGETHER = 16
+"""Runs whose rows are read at once. A run may have 100,000 calls, which need memory."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)
@@ -108,17 +111,10 @@ class RunRegistry:
         await self._database.flush()
         await self.tools.snapshots.remove_ended()
         lost = await self._journal.abandon()
-        for row in restored:
-            try:
-                await self._resume(row)
-            except Exception as error:  # noqa: BLE001 - the other runs go on
-                self._log.exception("run_not_resumed", run_id=row["id"])
-                what = f"{type(error).__name__} in the gateway when it restarted; see its log"
-                self.lifecycle.write_end(row["id"], InternalError(what))
-                if (host := self.hosts.get(row["host"])) is not None:
-                    await self.lifecycle.leave(host, row["id"])
-                await self._database.flush()
-                lost += await self._journal.abandon()
+        for start in range(0, len(restored), _READ_TOGETHER):
+            together = restored[start : start + _READ_TOGETHER]
+            for left in await self._resumption.read_runs(together):
+                lost += await self._resume_or_end(left)
         if found:
             self._log.warning(
                 "restarted",
@@ -127,7 +123,23 @@ class RunRegistry:
                 operations_failed=lost,
             )
 
-    async def _resume(self, row: RowMapping) -> None:
+    async def _resume_or_end(self, left: LeftRun) -> int:
+        """Resume a run, or end it if that fails. Return the number of its failed operations."""
+        row = left.row
+        try:
+            await self._resume(left)
+            return 0
+        except Exception as error:  # noqa: BLE001 - the other runs go on
+            self._log.exception("run_not_resumed", run_id=row["id"])
+            what = f"{type(error).__name__} in the gateway when it restarted; see its log"
+        self.lifecycle.write_end(row["id"], InternalError(what))
+        if (host := self.hosts.get(row["host"])) is not None:
+            await self.lifecycle.leave(host, row["id"])
+        await self._database.flush()
+        return await self._journal.abandon()
+
+    async def _resume(self, left: LeftRun) -> None:
+        row = left.row
         model, session = row["model"], self.sessions.require(row["session_id"])
         run = Run(
             id=row["id"],
@@ -143,17 +155,14 @@ class RunRegistry:
         self.hosts.for_left(run, key=row["host"])
         if recovery := recovery_of(row["user_metadata"], self._settings):
             run.log = self._journal.open_log(run.id, recovery)
-        ended = await self._resumption.resume_run(run, row)
-        last = (await self.tools.records.last_steps([run.id])).get(run.id)
+        await self._resumption.resume_run(run, left)
+        last = left.last_step
         ago = time.time() - (last.at if last is not None else row["created_at"])
-        if last is not None:  # the trainer's snapshot may be older
-            run.step = max(run.step, last.step)
         run.deadline = run.options.deadline_at(row["created_at"])
-        sampled = await self.tools.versions.find(run.newest)
         self._runs[run.id] = run
-        self.lifecycle.begin(run, heard=session.heard, ended=ended, ago=max(0.0, ago))
-        if sampled is not None:
-            run.timeline.note_published(sampled.name, step=sampled.step)
+        self.lifecycle.begin(run, heard=session.heard, ended=left.ended, ago=max(0.0, ago))
+        if left.sampled is not None:
+            run.timeline.note_published(left.sampled.name, step=left.sampled.step)
         self._end_if_due(run)
 
     def end_due(self) -> None:

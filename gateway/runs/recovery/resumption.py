@@ -1,4 +1,4 @@
-"""Resumes a run from an earlier gateway's rows.
+"""Resumes runs from an earlier gateway's rows, which are read for many runs at once.
 
 Operations end in order, each in one transaction with its replay data, so the rows show one moment
 of the run. Only an operation that waits for a sampler may end later."""
@@ -6,12 +6,15 @@ of the run. Only an operation that waits for a sampler may end later."""
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from sqlalchemy import RowMapping, func, select
 
+from gateway.checkpoints.versions import WeightVersion
 from gateway.identifiers import (
     operation_blob,
     parse_checkpoint_path,
@@ -26,10 +29,11 @@ from gateway.runs.operations import (
     SaveWeightsForSampler,
     body_from_json,
 )
+from gateway.runs.record.rows import TrainingStep
 from gateway.runs.recovery.replay_log import SentCall, Snapshot
 from gateway.runs.run import LAST_SEQ_ID, Run
 from gateway.runs.tools import RunTools
-from gateway.storage.tables import operations
+from gateway.storage.tables import operations, runs
 from tandem.errors import SequenceGap, from_type
 from tandem.v1 import trainer_pb2
 
@@ -37,24 +41,86 @@ _LARGE = ("payload", "result")
 _COLUMNS = [column for column in operations.c if column.name not in _LARGE]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LeftRun:
+    """A run's row, and the rows of other tables about it. `operations` are those for a replay and
+    the unfinished ones, without payloads, and `files` the bytes of payloads in files, by `seq_id`.
+    `ended` is the newest ended operation, -1 for none. `sampled` is the newest version for
+    samples."""
+
+    row: RowMapping
+    snapshots: Sequence[Snapshot]
+    operations: Sequence[RowMapping]
+    files: Mapping[int, int]
+    ended: int
+    last_step: TrainingStep | None
+    sampled: WeightVersion | None
+
+
 @dataclass(frozen=True)
 class RunResumption:
     limits: Quotas
     tools: RunTools
 
-    async def resume_run(self, run: Run, row: RowMapping) -> int:
-        """Continue a run with its row. Return its newest ended operation, -1 for none."""
-        log = run.log
+    async def read_runs(self, rows: Sequence[RowMapping]) -> list[LeftRun]:
+        """Read what an earlier gateway has left of runs, in the order of their rows."""
+        ids, read = [row["id"] for row in rows], self.tools.journal.database.read
+        inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
+        needed = operations.c.ended_at.is_(None) | operations.c.call.is_not(None)
+        found = await read(
+            select(*_COLUMNS, inline)
+            .where(operations.c.run_id.in_(ids), needed)
+            .order_by(operations.c.run_id, operations.c.seq_id)
+        )
+        of_runs = defaultdict[str, list[RowMapping]](list)
+        for each in found:
+            of_runs[each["run_id"]].append(each)
+        newest_ended = (
+            select(operations.c.seq_id)
+            .where(operations.c.run_id == runs.c.id, operations.c.ended_at.is_not(None))
+            .order_by(operations.c.seq_id.desc())
+            .limit(1)
+            .scalar_subquery()
+        )
+        ended = await read(select(runs.c.id, newest_ended.label("ended")).where(runs.c.id.in_(ids)))
+        ended_of = {each["id"]: each["ended"] for each in ended if each["ended"] is not None}
+        snapshots = await self.tools.snapshots.of_runs(ids)
+        last_steps = await self.tools.records.last_steps(ids)
+        sampled = await self.tools.versions.find_all([row["newest"] for row in rows])
+        files = await asyncio.to_thread(_files_of, self.tools.journal.data_dir, ids)
+        return [
+            LeftRun(
+                row=row,
+                snapshots=snapshots.get(run_id, []),
+                operations=of_runs[run_id],
+                files=files[run_id],
+                ended=ended_of.get(run_id, -1),
+                last_step=last_steps.get(run_id),
+                sampled=sampled.get(row["newest"]),
+            )
+            for run_id, row in zip(ids, rows, strict=True)
+        ]
+
+    async def resume_run(self, run: Run, left: LeftRun) -> None:
+        log, row = run.log, left.row
         assert log is not None
         run.parent, run.newest = row["parent"], row["newest"]
-        snapshots = await self.tools.snapshots.resume(run)
-        newest = snapshots[-1] if snapshots else Snapshot()
-        run.step = newest.step
-        calls, waiting, ended = await self._read(run)
+        self.tools.snapshots.resume(run, left.snapshots)
+        newest = left.snapshots[-1] if left.snapshots else Snapshot()
+        # The trainer's snapshot may be older than the last step.
+        run.step = max(newest.step, left.last_step.step if left.last_step is not None else 0)
+        calls, waiting = list[SentCall](), list[Operation]()
+        for each in left.operations:
+            in_file = left.files.get(each["seq_id"], -1)
+            payload = each["inline"] if each["inline"] >= 0 else in_file
+            if each["ended_at"] is not None:
+                calls.append(_call_of(each, payload))
+            else:
+                waiting.append(_operation_of(run, each, payload))
         # The newest call that the trainer received: it is in the newest snapshot, dropped from the
         # log, or in the log.
         sent = max([newest.seq_id, row["replay_after"], *(call.seq_id for call in calls)])
-        incomplete = await self._why_incomplete(run, sent)
+        incomplete = await self._why_incomplete(run, sent) if left.ended > sent else ""
         pins = self.tools.checkpoints.pins
         if run.parent:
             pins.pin(relative_version_folder(run.parent))
@@ -76,41 +142,18 @@ class RunResumption:
             loaded = await self.tools.checkpoints.find(parse_checkpoint_path(body.path))
             if loaded is not None:
                 pins.pin_until(run.creation.future.on_end, loaded.folder)
-        log.resume(snapshots=snapshots, calls=calls, missing_to=row["replay_after"], answered=ended)
+        log.resume(
+            snapshots=left.snapshots,
+            calls=calls,
+            missing_to=row["replay_after"],
+            answered=left.ended,
+        )
         run.restoring = "the gateway restarted; the trainer starts when its client is heard of"
         run.dispatcher.resume(
             [each for each in waiting if each.seq_id > 0],
-            ended=ended,
+            ended=left.ended,
             gradients_incomplete=incomplete,
         )
-        return ended
-
-    async def _read(self, run: Run) -> tuple[list[SentCall], list[Operation], int]:
-        """Return a run's calls for a replay, its unfinished operations, and its newest ended one
-        (-1: none)."""
-        journal, of_run = self.tools.journal, operations.c.run_id == run.id
-        inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
-        rows = await journal.database.read(
-            select(*_COLUMNS, inline)
-            .where(of_run, operations.c.ended_at.is_(None) | operations.c.call.is_not(None))
-            .order_by(operations.c.seq_id)
-        )
-        last = await journal.database.read_one(
-            select(operations.c.seq_id)
-            .where(of_run, operations.c.ended_at.is_not(None))
-            .order_by(operations.c.seq_id.desc())
-            .limit(1)
-        )
-        folder = operation_blob(journal.data_dir, run_id=run.id, seq_id=0).parent
-        files = await asyncio.to_thread(_sizes_in, folder)
-        calls, waiting = list[SentCall](), list[Operation]()
-        for row in rows:
-            payload = row["inline"] if row["inline"] >= 0 else files.get(row["seq_id"], -1)
-            if row["ended_at"] is not None:
-                calls.append(_call_of(row, payload))
-            else:
-                waiting.append(_operation_of(run, row, payload))
-        return calls, waiting, last["seq_id"] if last is not None else -1
 
     async def _why_incomplete(self, run: Run, sent: int) -> str:
         """Explain incomplete gradients: a later forward_backward failed before the trainer
@@ -185,6 +228,12 @@ def _operation_of(run: Run, row: RowMapping, payload: int) -> Operation:
         refused=from_type(row["error_type"], row["error"]) if row["error_type"] else None,
         resumed=True,
     )
+
+
+def _files_of(data_dir: Path, run_ids: Sequence[str]) -> dict[str, dict[int, int]]:
+    """Return the bytes of each file with a payload, by run and operation."""
+    folders = {each: operation_blob(data_dir, run_id=each, seq_id=0).parent for each in run_ids}
+    return {run_id: _sizes_in(folder) for run_id, folder in folders.items()}
 
 
 def _sizes_in(folder: Path) -> dict[int, int]:

@@ -8,7 +8,7 @@ import secrets
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Container, Coroutine, Iterable
+from collections.abc import Container, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -58,14 +58,21 @@ class SnapshotStore:
             folders = [path for path in left if path.name in known]
             await asyncio.to_thread(_remove_others, folders, kept)
 
-    async def resume(self, run: Run) -> list[Snapshot]:
+    async def of_runs(self, run_ids: Sequence[str]) -> dict[str, list[Snapshot]]:
+        """Return the snapshots of each run that has some, oldest first."""
         rows = await self.database.read(
-            select(snapshots).where(snapshots.c.run_id == run.id).order_by(snapshots.c.seq_id)
+            select(snapshots).where(snapshots.c.run_id.in_(run_ids)).order_by(snapshots.c.seq_id)
         )
-        found = [from_row(Snapshot, row, folder=str(self.data_dir / row["folder"])) for row in rows]
-        for snapshot in found:
-            self._count(run, snapshot)
+        found = dict[str, list[Snapshot]]()
+        for row in rows:
+            snapshot = from_row(Snapshot, row, folder=str(self.data_dir / row["folder"]))
+            found.setdefault(row["run_id"], []).append(snapshot)
         return found
+
+    def resume(self, run: Run, left: Sequence[Snapshot]) -> None:
+        """Count a run's snapshots of an earlier gateway."""
+        for snapshot in left:
+            self._count(run, snapshot)
 
     async def new_folder(self, run: Run, *, step: int) -> str:
         """Return the folder for a new snapshot. Raises `LimitExceeded` or `StorageFull`."""

@@ -333,10 +333,10 @@ async def test_a_cancelled_keeping_leaves_the_snapshot_whole_in_one_place(
     await store.database.flush()
     if fails:
         assert (folder / "file").read_text() == "content"
-        assert len(await snapshots.resume(Run())) == 1
+        assert len((await snapshots.of_runs([RUN]))[RUN]) == 1
     else:
         assert await is_whole(store, f"tinker://{RUN}/weights/recovered-1")
-        assert await snapshots.resume(Run()) == []
+        assert not await snapshots.of_runs([RUN])
 
 
 # --- Encrypted versions ----------------------------------------------------------------------

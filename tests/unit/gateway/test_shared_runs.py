@@ -71,11 +71,11 @@ def test_the_last_run_of_a_trainer_gives_it_back_though_it_was_never_created(how
 def test_a_run_that_cannot_be_resumed_leaves_the_trainer_to_the_others(tmp_path: Path):
     resume, failed = RunResumption.resume_run, []
 
-    async def fails_once(self, run, row):
+    async def fails_once(self, run, left):
         if not failed:
             failed.append(run.id)
             raise ValueError("a row that nobody understands")
-        return await resume(self, run, row)
+        return await resume(self, run, left)
 
     class OneIsLost(Scenario):
         async def _serve(self, gateway: Gateway, client: Client) -> None:
