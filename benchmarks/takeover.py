@@ -139,10 +139,13 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 class Rig:
-    """An agent, two gateways of a checkout and a client that trains."""
+    """An agent, two gateways of a checkout and a client that trains, beside `idle` LoRA runs."""
 
-    def __init__(self, checkout: Path, folder: Path, *, database: str, balancer: LoadBalancer):
+    def __init__(
+        self, checkout: Path, folder: Path, *, database: str, balancer: LoadBalancer, idle: int
+    ):
         self.balancer = balancer
+        self._idle = idle
         self._checkout, self._folder = checkout, folder
         self._environment = os.environ | {
             "PYTHONPATH": str(checkout),
@@ -170,6 +173,9 @@ class Rig:
                 wait(lambda: self.balancer.ready is not None)
                 self._service = tinker.ServiceClient(base_url=self.balancer.url, api_key=KEY)
                 with self._service:
+                    for _ in range(self._idle):
+                        run = self._service.create_lora_training_client(MODEL, rank=8).result()
+                        run.forward_backward(self._data, "cross_entropy").result()
                     self._training = self._new_run()
                     for _ in range(_STEPS):
                         self.step()
@@ -257,10 +263,11 @@ def row(seconds: list[float]) -> dict[str, object]:
 
 
 @contextmanager
-def rig(checkout: Path, folder: Path, server: Postgres) -> Iterator[Rig]:
+def rig(checkout: Path, folder: Path, server: Postgres, *, idle: int) -> Iterator[Rig]:
     folder.mkdir(parents=True)
     balancer = LoadBalancer((known_port(), known_port()))
-    found = Rig(checkout, folder, database=server.database_for(folder), balancer=balancer)
+    database = server.database_for(folder)
+    found = Rig(checkout, folder, database=database, balancer=balancer, idle=idle)
     with found.running():
         yield found
 
@@ -270,6 +277,7 @@ def main() -> None:
     parser.add_argument("other", nargs="?", type=Path, help="a checkout to measure in turn")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faults", nargs="+", choices=FAULTS, default=list(FAULTS))
+    parser.add_argument("--runs", type=int, default=0, help="idle LoRA runs beside the client's")
     parser.add_argument("--no-save", action="store_true", help="only print")
     parser.add_argument("--keep", type=Path, help="an empty folder for the logs")
     arguments = parser.parse_args()
@@ -286,7 +294,9 @@ def main() -> None:
         work = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = stack.enter_context(running_postgres())
         rigs = {
-            name: stack.enter_context(rig(path, work / name.replace(" ", "-"), server))
+            name: stack.enter_context(
+                rig(path, work / name.replace(" ", "-"), server, idle=arguments.runs)
+            )
             for name, path in checkouts.items()
         }
         for number in range(arguments.rounds):
@@ -301,7 +311,11 @@ def main() -> None:
             differing = each.has_lost_or_repeated()
             rows = {fault: row(seconds) for fault, seconds in pauses[name].items()}
             results[name] = {"steps": steps, "steps_that_differ": differing, **rows}
-    about = {"usual_seconds": round(statistics.median(usual), 3), "load": os.getloadavg()}
+    about = {
+        "idle_runs": arguments.runs,
+        "usual_seconds": round(statistics.median(usual), 3),
+        "load": os.getloadavg(),
+    }
     print(json.dumps(results, indent=1))
     if not arguments.no_save:
         path = record.save({"machine": record.machine(), "about": about} | results)

@@ -64,7 +64,8 @@ def test_a_run_goes_on_under_the_next_gateway(start):
         assert {tuple(row.values()) for row in rows} == {("forward_backward", 3), ("optim_step", 3)}
 
 
-def test_runs_that_shared_a_trainer_share_the_next_gateways(start):
+def test_runs_that_shared_a_trainer_share_the_next_gateways(start, monkeypatch):
+    monkeypatch.setattr("gateway.runs.registry._READ_TOGETHER", 2)
     with start(recovery=SELDOM) as gate:
         runs = [Run.new(gate, rank=8) for _ in range(3)]
         for steps, run in enumerate(runs, start=1):
