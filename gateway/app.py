@@ -94,8 +94,8 @@ _SUPERSEDED = (
 )
 _TICK = 0.1
 _LAST_REQUESTS = 0.03
-"""Seconds in which a stopping gateway still answers requests, and closes their connections after
-that. A request that crosses the end of its connection is lost, and the SDK repeats it only after a
+"""Seconds for which a stopping gateway answers requests. Each answer closes its connection. A
+request that crosses the end of an idle connection is lost, and the SDK repeats it only after a
 second."""
 _DRAIN_POLL = 0.005
 """Seconds between two looks for unfinished answers."""

@@ -363,7 +363,7 @@ class Gateway:
 
     async def _restore(self) -> None:
         launchers = self.processes.launchers
-        # Meanwhile, because the agent needs a tenth of a second, for which clients would wait.
+        # Meanwhile, because an agent's first description takes a tenth of a second.
         describing = asyncio.create_task(launchers["trainer"].describe_host())
         try:
             await self._read_installation()
@@ -407,7 +407,7 @@ class Gateway:
         await self.samplers.take_up_engines([(s.session_id, s.base_model, s.rank) for s in sampled])
         hosts = self.runs.hosts.list_hosts()
         runs = {run_id for host in hosts for run_id in host.runs}
-        samplers = self.samplers.keys() | {host.sampler for host in hosts}  # hosts may hold others
+        samplers = self.samplers.keys() | {host.sampler for host in hosts}  # a host may hold more
         jobs = {job.run_id for job in self.jobs.all()}
         await self.supervisor.settle(runs | samplers | jobs)
         await self.collector.collect_all()
@@ -425,7 +425,7 @@ class Gateway:
             await asyncio.gather(*ending, return_exceptions=True)
         if not self.stop.hand_over:
             await self.runs.lifecycle.save(self.stop, timeout=self.settings.stop_timeout)
-        self.supervisor.only_end()  # no other worker gets the devices of a cancelled run
+        self.supervisor.only_end()  # a cancelled run's devices stay unused
         await self.jobs.close(patience=_PATIENCE)
         await self.runs.lifecycle.close(self.runs.all(), patience=_PATIENCE)
         self.write_usage()  # the gateway may be killed during the rest
@@ -495,7 +495,7 @@ class Gateway:
                 self.samplers.end_session(session_id, error),
             )
             ended = sorted({*run_ids, *job_ids, *self.sampling.end_session(session_id)})
-            for run_id in ended:  # a failed collection is repeated
+            for run_id in ended:  # after a failure, housekeeping collects again
                 self.checkpoints.mark(run_id)
             self.custom_losses.end_session(session_id)
             for run_id in ended:

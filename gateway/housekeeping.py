@@ -79,7 +79,7 @@ class Housekeeping:
         self._gateway.metrics.free_disk.set(usage.free)
 
     async def _repeat_later(self, work: Callable[[], Awaitable[None]], *, interval: float) -> None:
-        """Begin when clients have their first answers. They would wait for the database."""
+        """Begin after the first answers to clients, which would wait for the database meanwhile."""
         await asyncio.sleep(ROUND_INTERVAL)
         await self._repeat(work, interval=interval)
 

@@ -77,7 +77,7 @@ class VersionStore:
         return (await self.find_all([name])).get(name)
 
     async def find_all(self, names: Collection[str]) -> dict[str, WeightVersion]:
-        """Return the versions of these names that exist, by name."""
+        """Return the existing versions with these names, by name."""
         rows = await self._database.read(
             select(weight_versions).where(
                 weight_versions.c.name.in_(names), weight_versions.c.collected_at.is_(None)

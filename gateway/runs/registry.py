@@ -56,7 +56,7 @@ from tandem.weights.model_config import (
 )
 
 _READ_TOGETHER = 16
-"""Runs whose rows are read at once. A run may have 100,000 calls, which need memory."""
+"""The number of runs in one reading of rows. A run may have 100,000 calls, which need memory."""
 
 
 @dataclass(eq=False, repr=False, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,14 +44,12 @@ _COLUMNS = [column for column in operations.c if column.name not in _LARGE]
 @dataclass(frozen=True, kw_only=True)
 class LeftRun:
     """A run's row, and the rows of other tables about it. `operations` are those for a replay and
-    the unfinished ones, without payloads, and `files` the bytes of payloads in files, by `seq_id`.
-    `ended` is the newest ended operation, -1 for none. `sampled` is the newest version for
-    samples."""
+    the unfinished ones, without payloads. `ended` is the newest ended operation, -1 for none.
+    `sampled` is the newest version for samples."""
 
     row: RowMapping
     snapshots: Sequence[Snapshot]
     operations: Sequence[RowMapping]
-    files: Mapping[int, int]
     ended: int
     last_step: TrainingStep | None
     sampled: WeightVersion | None
@@ -63,7 +61,7 @@ class RunResumption:
     tools: RunTools
 
     async def read_runs(self, rows: Sequence[RowMapping]) -> list[LeftRun]:
-        """Read what an earlier gateway has left of runs, in the order of their rows."""
+        """Read the rows of an earlier gateway's runs, in the order of `rows`."""
         ids, read = [row["id"] for row in rows], self.tools.journal.database.read
         inline = func.coalesce(func.length(operations.c.payload), -1).label("inline")
         needed = operations.c.ended_at.is_(None) | operations.c.call.is_not(None)
@@ -87,13 +85,11 @@ class RunResumption:
         snapshots = await self.tools.snapshots.of_runs(ids)
         last_steps = await self.tools.records.last_steps(ids)
         sampled = await self.tools.versions.find_all([row["newest"] for row in rows])
-        files = await asyncio.to_thread(_files_of, self.tools.journal.data_dir, ids)
         return [
             LeftRun(
                 row=row,
                 snapshots=snapshots.get(run_id, []),
                 operations=of_runs[run_id],
-                files=files[run_id],
                 ended=ended_of.get(run_id, -1),
                 last_step=last_steps.get(run_id),
                 sampled=sampled.get(row["newest"]),
@@ -109,9 +105,11 @@ class RunResumption:
         newest = left.snapshots[-1] if left.snapshots else Snapshot()
         # The trainer's snapshot may be older than the last step.
         run.step = max(newest.step, left.last_step.step if left.last_step is not None else 0)
+        payloads = operation_blob(self.tools.journal.data_dir, run_id=run.id, seq_id=0).parent
+        files = await asyncio.to_thread(_sizes_in, payloads)
         calls, waiting = list[SentCall](), list[Operation]()
         for each in left.operations:
-            in_file = left.files.get(each["seq_id"], -1)
+            in_file = files.get(each["seq_id"], -1)
             payload = each["inline"] if each["inline"] >= 0 else in_file
             if each["ended_at"] is not None:
                 calls.append(_call_of(each, payload))
@@ -230,13 +228,8 @@ def _operation_of(run: Run, row: RowMapping, payload: int) -> Operation:
     )
 
 
-def _files_of(data_dir: Path, run_ids: Sequence[str]) -> dict[str, dict[int, int]]:
-    """Return the bytes of each file with a payload, by run and operation."""
-    folders = {each: operation_blob(data_dir, run_id=each, seq_id=0).parent for each in run_ids}
-    return {run_id: _sizes_in(folder) for run_id, folder in folders.items()}
-
-
 def _sizes_in(folder: Path) -> dict[int, int]:
+    """Return the bytes of each payload in a file, by `seq_id`."""
     if not folder.is_dir():
         return {}
     files = (path for path in folder.iterdir() if path.name.isdecimal())

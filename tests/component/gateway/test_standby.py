@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack
 
 import httpx
 import pytest
-from sqlalchemy import insert, select, update
+from sqlalchemy import event, insert, select, update
 
 from gateway.app import create_app
 from gateway.storage.database import Database
 from gateway.storage.leadership import Leadership
-from gateway.storage.tables import audit, keys, leader
+from gateway.storage.tables import audit, keys, leader, metadata
 from gateway.workers.epoch import epoch_without_leader
 from tandem.errors import InvalidRequest, StorageFailed
 from tandem.stack import Stack, read_endpoint
@@ -143,6 +143,26 @@ async def test_the_database_refuses_what_an_older_gateway_writes(leadership_of, 
     assert not await database.flush()
     assert len(await database.read(select(audit))) == 1
     await database.close()
+
+
+async def test_a_standby_has_read_each_table_on_two_connections(leadership_of, tmp_path):
+    leader_ = await leadership_of()
+    assert await leader_.take()
+    database = Database(url=url_for(tmp_path), data_dir=tmp_path, leadership=leader_)
+    await database.open()
+    await database.close()
+    standby, reads = await leadership_of(), []
+
+    @event.listens_for(standby.engine, "before_cursor_execute")
+    def note(connection, _cursor, statement, *_more):
+        reads.append((id(connection.connection.dbapi_connection), statement))
+
+    def connections_that_read(table: str) -> int:
+        return len({connection for connection, text in reads if f"FROM {table}" in text})
+
+    waiting = asyncio.create_task(standby.wait())
+    await until(lambda: all(connections_that_read(name) == 2 for name in metadata.tables))
+    waiting.cancel()
 
 
 def test_a_standby_is_alive_and_not_ready_until_it_takes_over(tmp_path):

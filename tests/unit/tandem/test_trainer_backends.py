@@ -228,6 +228,14 @@ def test_an_unusable_description_is_a_reason_and_no_crash(tmp_path, monkeypatch,
 # --- Frameworks -------------------------------------------------------------------------------
 
 
+def test_the_metadata_of_installed_packages_is_read_once(tmp_path, monkeypatch):
+    register(tmp_path, "measured", measured="measured.module")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "measured" in descriptions()
+    monkeypatch.setattr("tandem.backends.registry.entry_points", None)  # a call would fail
+    assert "measured" in descriptions()
+
+
 def test_a_framework_of_its_own_environment_is_found_with_its_interpreter(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     folder = tmp_path / "trl" / "lib" / "python3.11" / "site-packages" / "trl-1.16.0.dist-info"
