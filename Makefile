@@ -41,7 +41,7 @@ test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow
 	@scripts/triton.sh
 	@scripts/kubeflow.sh
 	@scripts/trl.sh
-	@.venv/bin/python -m pytest -n $(JOBS) $(ARGS)
+	@.venv/bin/python -m pytest -n $(JOBS) --durations 40 $(ARGS)
 
 test-postgresql: setup ## Runs tests of whole gateways on PostgreSQL, which must be installed.
 	@TANDEM_TEST_DATABASE=postgresql .venv/bin/python -m pytest -n $(JOBS) $(addprefix tests/component/gateway/test_,$(addsuffix .py,$(ON_POSTGRESQL))) $(ARGS)

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:DEPRECATED")  # load_state is deprecated, but part of the SDK
 @pytest.mark.timeout(1200)
 def test_experiments_come_out_the_same_whatever_happens_meanwhile(tmp_path):
-    run_chaos(tmp_path, faults=10, seed=6, kinds=("full", "rl"))
+    run_chaos(tmp_path, faults=5, seed=6, kinds=("full", "rl"))
 
 
 @pytest.mark.nightly

@@ -61,7 +61,7 @@ def test_an_example_reaches_its_bounds(name: str, examples_stack: TestStack) -> 
     assert broken_bounds(KNOWN[name]["bounds"], found) == [], found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_example_of_resuming_computes_the_same_after_its_break(
     examples_stack: TestStack,
 ) -> None:

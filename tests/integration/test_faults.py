@@ -120,7 +120,7 @@ def weights_of(stack: TestStack, run: TrainingClient) -> dict[str, np.ndarray]:
     return stack.published(run)
 
 
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly)])
 def test_a_killed_rank_costs_a_pause_and_the_weights_are_the_undisturbed_ones(
     faulty: Faulty, number: int
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support import small_memory
 from tests.support.sdk import TIMEOUT, adam, supervised
 from tests.support.stacks import TIED, TestStack, running, session_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 EARLY = [supervised([7, 8, 9]), supervised([4, 5])]
 LATE = [supervised(list(range(5 + number, 13 + number))) for number in range(8)]

@@ -64,7 +64,13 @@ def ask_both(stack: TestStack, sampler: SamplingClient) -> list[Future[types.Sam
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [TIED, f"{TIED}:full"], ids=["adapters", "all weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(TIED, id="adapters"),
+        pytest.param(f"{TIED}:full", id="all weights", marks=pytest.mark.nightly),
+    ],
+)
 def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, tmp_path):
     with running(tmp_path, models={TIED: model}) as stack, stack.service() as alone:
         with stack.service(user_metadata={"tandem.replicas": "2"}) as service:

@@ -39,6 +39,7 @@ def losses(result: LoopResult) -> list[float]:
     return [report.metrics["loss:sum"] for report in result.steps]
 
 
+@pytest.mark.nightly
 def test_a_synchronous_loop_that_was_continued_equals_the_uninterrupted_one(
     service: ServiceClient, tmp_path: Path
 ) -> None:

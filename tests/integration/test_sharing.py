@@ -66,8 +66,15 @@ def assert_as_alone(experiments: Sequence[Experiment], alone) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("groups", "kinds"),
-    [("two", ("rl", "rl-full", "full")), ("one", ("rl", "rl-full"))],
-    ids=["three on a core for training and one for sampling", "two on a single core"],
+    [
+        pytest.param(
+            *("two", ("rl", "rl-full", "full")),
+            id="three on a core for training and one for sampling",
+        ),
+        pytest.param(
+            *("one", ("rl", "rl-full")), id="two on a single core", marks=pytest.mark.nightly
+        ),
+    ],
 )
 def test_time_sliced_equals_alone(groups, kinds, model, alone, tmp_path):
     experiments = [Experiment(kind) for kind in kinds]

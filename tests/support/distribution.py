@@ -19,7 +19,8 @@ class ByModule(LoadScopeScheduling):
 
 
 def begin_with_longest(items: list[pytest.Item]) -> None:
-    """Put long tests first, so that no process waits long at the end."""
+    """Put long tests first, so that no process waits long at the end. xdist would begin with the
+    modules of most tests (`--no-loadscope-reorder`)."""
     items.sort(key=lambda item: not _shared_folder(item.nodeid))
 
 

@@ -18,7 +18,7 @@ from tests.support.local_trainer import forward_backward, logprobs, make, publis
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 NOT_ON_A_CPU = frozenset(["deepseek_v3", "gpt_oss"])
 """vLLM's CPU build lacks attention sinks. It computes latent attention differently, with matrices
@@ -70,12 +70,9 @@ def differences(folder: Path, architectures: Iterable[str], kinds: Iterable[str]
     return wrong
 
 
-@pytest.mark.timeout(600)
 def test_an_engine_serves_adapters_of_the_head_whatever_vllms_class_of_the_model_lists(tmp_path):
     assert not differences(tmp_path, FEW, ["adapter"])
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
 def test_an_engine_computes_what_trainers_of_all_architectures_compute(tmp_path):
     assert not differences(tmp_path, CONFIGURATIONS.keys() - NOT_ON_A_CPU, ["full", "adapter"])

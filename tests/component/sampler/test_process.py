@@ -180,7 +180,7 @@ def test_the_sizes_of_heads_are_those_of_the_cpu_build():
 
 @pytest.mark.parametrize(
     ("changes", "size"),
-    [({"head_dim": 16}, 16), ({"head_dim": 48}, 48)],
+    [({"head_dim": 16}, 16), pytest.param({"head_dim": 48}, 48, marks=pytest.mark.nightly)],
 )
 def test_heads_that_the_cpu_build_does_not_compute_are_named_when_the_sampler_starts(
     tmp_path: Path, changes: dict[str, int], size: int

@@ -51,7 +51,10 @@ def loads(client: SamplerClient) -> int:
     return int(client.metric("tandem_sampler_load_seconds_count"))
 
 
-@pytest.mark.parametrize(("architecture", "engine_process"), [("qwen3", "on"), ("llama", "off")])
+@pytest.mark.parametrize(
+    ("architecture", "engine_process"),
+    [("qwen3", "on"), pytest.param("llama", "off", marks=pytest.mark.nightly)],
+)
 def test_each_level_gives_its_memory_back_and_samples_are_the_same_afterwards(
     directory: Path, architecture, engine_process: str
 ):

@@ -128,8 +128,13 @@ def nudged(source: Path, target: Path, *, at: float = 0.3) -> Path:
             0,
             ["ignored", "version before", "embed_tokens", "1.self_attn.v_proj", "2.mlp.down"],
         ),
-        ("qwen3_moe", 0, "off", 2, ["ignored", "2.mlp.experts"]),
-        ("llama", 4, "on", 2, ["ignored", "lm_head", "0.input_layernorm"]),
+        pytest.param(
+            *("qwen3_moe", 0, "off", 2, ["ignored", "2.mlp.experts"]), marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            *("llama", 4, "on", 2, ["ignored", "lm_head", "0.input_layernorm"]),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_load_that_did_not_happen_is_refused(
@@ -225,10 +230,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("architecture", "heads"),
-    [("qwen3", 1), pytest.param("qwen3_moe", 2, marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("architecture", "heads"), [("qwen3", 1), ("qwen3_moe", 2)])
 def test_a_worker_of_two_that_did_not_load_is_noticed(
     tmp_path: Path, architecture: str, heads: int
 ):

@@ -12,6 +12,7 @@ import typer.main
 from tandem.cli.main import app
 
 ROOT = Path(__file__).parents[3]
+COMMANDS = typer.main.get_command(app)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 SHELLS = ("", "bash", "console", "sh")
@@ -80,7 +81,7 @@ def invocations(line: str) -> list[list[str]]:
 
 def fault(words: list[str]) -> str | None:
     """Return the command line's refusal of these words, or `None`."""
-    command, taken = typer.main.get_command(app), []
+    command, taken = COMMANDS, []
     options: dict[str, bool] = {}
     rest = list(words)
     while rest:

@@ -34,8 +34,7 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-@pytest.mark.parametrize("checkpointing", ["off", "on"])
+@pytest.mark.parametrize(("checkpointing", "kind"), [("off", "full"), ("on", "lora")])
 @pytest.mark.parametrize("architecture", CONFIGURATIONS)
 def test_activations_and_logits_are_near_to_what_torch_allocates(
     tmp_path, architecture, checkpointing, kind
