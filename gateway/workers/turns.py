@@ -305,6 +305,7 @@ def _put_to_sleep(decision: Decision, group: WorkerGroup) -> None:
         if not demand.yielding and why_not_asleep(overview, row):
             continue
         at = overview.now if demand.yielding else _sleeps_at(overview, row)
+        at = max(at, demand.rests_until)  # after a failed write, so that the database can recover
         if at > overview.now:
             decision.look_at(at)
         else:

@@ -137,6 +137,8 @@ def test_a_use_waits_while_the_database_refuses_and_then_goes_on(step):
         assert not waiting.done() and {*cluster.processes} == processes
         wait = cluster.supervisor.explain(key)
         assert wait.reason and wait.seconds == pytest.approx(100, abs=1)
+        tried = 10**6 - cluster.table.failing
+        assert tried < 500, "it does not ask a failing database without a pause"
         cluster.table.failing = 0
         async with asyncio.timeout(2):
             await waiting
