@@ -282,6 +282,7 @@ def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
         assert stack.worker("sampler", session_id=session_of(run))["pid"] == engine
 
 
+@pytest.mark.nightly
 def test_an_engine_that_is_killed_beside_its_sampler_costs_no_sample(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

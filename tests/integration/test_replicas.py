@@ -110,6 +110,7 @@ def sampler_workers(stack: TestStack) -> list[dict]:
     return [each for each in stack.status()["workers"] if each["kind"] == "sampler"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(model, tmp_path):
     with running(tmp_path, models={TIED: model}) as stack, stack.service() as service:

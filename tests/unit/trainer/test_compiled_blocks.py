@@ -92,7 +92,12 @@ def compiled_rank(path, lora=None, **settings):
 
 
 @pytest.mark.parametrize(
-    ("kind", "lora"), [("in threads", None), ("checkpointed", WITHOUT_MLP), ("in chunks", None)]
+    ("kind", "lora"),
+    [
+        ("in threads", None),
+        ("checkpointed", WITHOUT_MLP),
+        pytest.param("in chunks", None, marks=pytest.mark.nightly),
+    ],
 )
 def test_every_loss_has_the_same_gradients(model, graphs_alone, kind, lora):
     path, settings = model, KINDS[kind]
