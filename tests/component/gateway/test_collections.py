@@ -54,3 +54,12 @@ def test_a_failed_sample_is_freed_without_a_collection(tmp_path):
             wait_until(lambda: not [o for o in gc.get_objects() if isinstance(o, SampleCall)])
         finally:
             gc.enable()
+
+
+def test_collections_go_on_when_the_gateway_listens(tmp_path):
+    gc.disable()  # as at the start of a process
+    try:
+        with running_gateway(tmp_path):
+            assert gc.isenabled()
+    finally:
+        gc.enable()
