@@ -19,7 +19,7 @@ from tests.support.sdk import SOON, TIMEOUT, train
 from tests.support.stacks import TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 PROMPTS = [[5 + number, 6, 7, 8] for number in range(24)]
 TOKENS = 240
@@ -64,13 +64,7 @@ def ask_both(stack: TestStack, sampler: SamplingClient) -> list[Future[types.Sam
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(TIED, id="adapters"),
-        pytest.param(f"{TIED}:full", id="all weights", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.parametrize("name", [TIED, f"{TIED}:full"], ids=["adapters", "all weights"])
 def test_no_sample_is_lost_with_an_engine_and_all_are_as_from_one(name, model, tmp_path):
     with running(tmp_path, models={TIED: model}) as stack, stack.service() as alone:
         with stack.service(user_metadata={"tandem.replicas": "2"}) as service:
@@ -110,7 +104,6 @@ def sampler_workers(stack: TestStack) -> list[dict]:
     return [each for each in stack.status()["workers"] if each["kind"] == "sampler"]
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(model, tmp_path):
     with running(tmp_path, models={TIED: model}) as stack, stack.service() as service:
@@ -128,7 +121,6 @@ def test_engines_come_and_go_while_one_samples_without_a_trace_in_the_samples(mo
         assert len(sampler_workers(stack)) == 1
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_queue_brings_a_second_engine_and_without_samples_none_is_left(model, tmp_path):
     allowed = {"tandem.min_replicas": "0", "tandem.max_replicas": "2"}
@@ -233,7 +225,6 @@ def pair(model, tmp_path_factory) -> Iterator[Pair]:
         yield pair
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_version_of_damaged_files_is_degraded_until_the_engine_starts_again(pair, replica):
@@ -262,7 +253,6 @@ def test_a_version_of_damaged_files_is_degraded_until_the_engine_starts_again(pa
     assert pair.answers(sampler) == expected
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("replica", [0, 1])
 def test_a_version_that_a_frozen_engine_did_not_load_is_live_when_it_goes_on(pair, replica):

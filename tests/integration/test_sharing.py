@@ -48,7 +48,7 @@ def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) 
 @pytest.fixture(scope="module")
 def alone(model, tmp_path_factory) -> dict[tuple[str, int], Experiment]:
     """One experiment at a time, with its own workers."""
-    kinds = [("rl", 0), ("rl", 1), ("rl-full", 0), ("full", 0)]
+    kinds = [("rl", 0), ("rl", 1), ("rl-full", 0)]
     experiments = {each: Experiment(*each) for each in kinds}
     with running(tmp_path_factory.mktemp("alone"), models={TIED: model}) as stack:
         for experiment in experiments.values():
@@ -68,8 +68,8 @@ def assert_as_alone(experiments: Sequence[Experiment], alone) -> None:
     ("groups", "kinds"),
     [
         pytest.param(
-            *("two", ("rl", "rl-full", "full")),
-            id="three on a core for training and one for sampling",
+            *("two", ("rl", "rl-full")),
+            id="two on a core for training and one for sampling",
         ),
         pytest.param(
             *("one", ("rl", "rl-full")), id="two on a single core", marks=pytest.mark.nightly

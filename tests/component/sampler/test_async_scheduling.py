@@ -16,7 +16,7 @@ import pytest
 from sampler_service.vllm.environment import _intel_openmp, is_cpu_build, sampler_environment
 from tests.support.sampler_worker import SamplerClient, text, tokens_of
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 _RUN = """
 import json, sys

@@ -14,7 +14,7 @@ CASES = Path(__file__).with_name("generation_cases.py")
 FROM_PYTEST = ("PYTEST_", "COV_")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_engine_works_in_a_program_and_in_a_process_of_its_own():
     kept = {name: each for name, each in os.environ.items() if not name.startswith(FROM_PYTEST)}

@@ -27,7 +27,7 @@ from tests.support.sampler_worker import (
 )
 from tests.support.worker_process import CALL_SECONDS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NUMBERS = count(501)
 
@@ -89,7 +89,6 @@ def test_an_adapter_is_served_beside_the_base(split: SamplerClient, model: Path,
     split.assert_serves(split.base, model)
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_what_is_in_flight_goes_on_with_other_weights_and_another_adapter_in_both_processes(
     split: SamplerClient, model: Path, changed: Path, directory: Path
