@@ -81,8 +81,8 @@ def trained(client: TrainerClient, folder: Path, *, sleeps: bool, dimuon: bool):
     [
         (1, None, {}),
         (2, None, {"shard_group_parameters": 1}),
-        (2, LORA, {}),
-        (1, None, {"dtype": "bfloat16"}),
+        pytest.param(2, LORA, {}, marks=pytest.mark.nightly),
+        pytest.param(1, None, {"dtype": "bfloat16"}, marks=pytest.mark.nightly),
     ],
     ids=["one", "two", "two-lora", "one-bfloat16"],
 )

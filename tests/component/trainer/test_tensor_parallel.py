@@ -1,7 +1,7 @@
 """Two ranks that divide a model's matrices agree with one rank.
 
 The cases are all kinds of models and of runs, both optimizers, and compiled blocks, without machine
-code (see `make nightly`)."""
+code (see `make nightly`). CI runs a few of them."""
 
 from __future__ import annotations
 
@@ -91,6 +91,10 @@ CASES = [
     *((name, "dimuon") for name in ("llama", "gpt_neox", "phi3", "qwen3_moe")),
     ("llama", "adapters by dimuon"),
 ]
+FEW = {
+    *((name, "all parameters") for name in ("llama", "gemma3_text", "phi3", "qwen3_moe", DENSE)),
+    *(("llama", kind) for kind in ("adapters", "compiled blocks", "dimuon")),
+}
 Found = tuple[list[torch.Tensor], list[float], dict[str, torch.Tensor]]
 
 
@@ -170,7 +174,7 @@ def orthogonalize(
     return found
 
 
-def run_rank(rank: int, folder: str) -> None:
+def run_rank(rank: int, folder: str, cases: list[tuple[str, str]]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", 2)
     store.set_timeout(PATIENCE)
@@ -178,7 +182,7 @@ def run_rank(rank: int, folder: str) -> None:
     try:
         world = World(rank=rank, size=2, device="cpu")
         found = {}
-        for name, kind in CASES:
+        for name, kind in cases:
             trained = train_compiled if kind == "compiled blocks" else train
             found[name, kind] = trained(Path(folder) / name, world, *runs_of(kind, TOGETHER))
         # A plan without modules that compute some of the heads.
@@ -198,14 +202,17 @@ def run_rank(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(request, tmp_path_factory) -> Path:
+    """What two ranks compute for this session's cases."""
+    params = [each.callspec.params for each in request.session.items if each.path == request.path]
+    cases = [(each["architecture"], each["kind"]) for each in params]
     folder: Path = tmp_path_factory.mktemp("divided")
     for name in ARCHITECTURES:
         write_model(folder / name, name)
     write_model(folder / DENSE, "deepseek_v3", first_k_dense_replace=2)
     write_model(folder / ROWS_OF_HEADS, "cohere", use_qk_norm=True)
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=run_rank, args=(rank, str(folder))) for rank in range(2)]
+    ranks = [context.Process(target=run_rank, args=(rank, str(folder), cases)) for rank in range(2)]
     for each in ranks:
         each.start()
     for each in ranks:
@@ -224,7 +231,10 @@ def group_of_one(folder) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group_of_one")
-@pytest.mark.parametrize(("architecture", "kind"), CASES)
+@pytest.mark.parametrize(
+    ("architecture", "kind"),
+    [pytest.param(*case, marks=[pytest.mark.nightly] * (case not in FEW)) for case in CASES],
+)
 def test_two_ranks_that_divide_matrices_compute_what_one_does(folder, architecture, kind) -> None:
     found: list[Found] = torch.load(folder / "found.pt")[architecture, kind]
     expected = train(folder / architecture, World(0, 1, "cpu"), *runs_of(kind, Layout()))
