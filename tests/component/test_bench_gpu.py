@@ -23,6 +23,7 @@ def found(*parts: str, output: Path | None = None) -> dict:
     return gpu.main([*arguments, *saved, "--only", *parts])
 
 
+@pytest.mark.nightly
 def test_trainers_and_engines_of_a_size_are_measured():
     results = found("trainers", "engines")
     assert "nothing moves" in results["not_measured"]["GB/s, bytes left"]

@@ -20,7 +20,7 @@ from tests.fuzz.trainer import Checked, damaged_losses, resident_bytes
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-REQUESTS = 3000
+REQUESTS = 1000
 MORE_FOR_THE_TRAINER = 8000
 
 

@@ -259,6 +259,7 @@ def test_a_trainer_outlives_its_gateway_and_applies_each_operation_once(
         assert row["restored"] == 0
 
 
+@pytest.mark.nightly
 def test_an_engine_outlives_its_gateways_and_gives_the_same_tokens(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tandem.rl import train
 from tests.support.sdk import outputs, sequences, supervised
 from tests.support.stacks import running
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 NAME = "tiny"
 SHORT = replace(

@@ -51,7 +51,7 @@ def test_every_route_does_what_its_description_says(tmp_path):
             "--header",
             f"X-API-Key: {KEY}",
             "--checks=all",
-            "--max-examples=15",
+            "--max-examples=6",
             "--max-response-time=60",
             "--seed=1",
             "--continue-on-failure",

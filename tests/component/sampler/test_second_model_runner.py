@@ -46,11 +46,11 @@ REPEATED = [
     test_lora.test_adapters_and_the_base_model_are_computed_in_one_batch_each_with_its_own_numbers,
     test_lora.test_targets_and_topk_of_the_prompt_are_the_adapters,
     test_lora.test_adapters_and_full_versions_take_turns_in_one_engine,
-    test_async_scheduling.test_samples_are_the_same_and_a_pause_takes_none_twice,
     test_structured_output.test_samples_match_a_regex_and_end_with_the_end_token,
     test_structured_output.test_adapters_and_the_base_model_follow_grammars_side_by_side,
 ]
 SLOWLY = [
+    test_async_scheduling.test_samples_are_the_same_and_a_pause_takes_none_twice,
     test_samples.test_answers_do_not_depend_on_how_requests_are_batched,
     test_in_flight.test_tokens_before_a_load_are_of_the_old_version_and_those_after_it_of_the_new,
     test_in_flight.test_requests_go_on_with_the_next_adapter_while_others_keep_theirs,

@@ -57,7 +57,11 @@ def cookbook(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("model", "head", "merges"),
-    [("llama", True, True), ("qwen3", False, True), ("qwen3", True, False)],
+    [
+        pytest.param("llama", True, True, marks=pytest.mark.nightly),
+        ("qwen3", False, True),
+        ("qwen3", True, False),
+    ],
 )
 def test_the_cookbook_merges_an_adapter_unless_it_changes_a_tied_head(
     models, tmp_path, model, head, merges

@@ -72,7 +72,7 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
 @pytest.mark.parametrize(
     ("ranks", "layout", "lora", "less_memory"),
     [
-        (2, Layout(), None, {"offload": "weights"}),
+        pytest.param(2, Layout(), None, {"offload": "weights"}, marks=pytest.mark.nightly),
         pytest.param(
             4,
             Layout(replicas=2, tensor_parallel=2),
@@ -81,7 +81,10 @@ def alone(model, tmp_path_factory) -> Callable[[LoraSpec | None], tuple[list[np.
             marks=pytest.mark.nightly,
         ),
         pytest.param(2, Layout(replicas=2), None, {}, marks=pytest.mark.nightly),
-        (4, Layout(replicas=2), None, {"unreduced_gradients_bytes": 1}),
+        pytest.param(
+            *(4, Layout(replicas=2), None, {"unreduced_gradients_bytes": 1}),
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(
             2,
             Layout(tensor_parallel=2),
