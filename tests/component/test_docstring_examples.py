@@ -127,6 +127,7 @@ def test_an_example_runs_and_has_the_value_that_it_states(example, tmp_path, mon
     asyncio.run(scenario())
 
 
+@pytest.mark.nightly
 def test_the_example_of_an_engine_runs_in_a_plain_script(tmp_path):
     """Nothing has prepared the environment for vLLM."""
     write_tiny_model(tmp_path / "models/tiny", head_dim=32)

@@ -225,6 +225,7 @@ def test_a_killed_gateway_is_replaced_and_the_next_one_goes_on_with_its_runs(
         assert (client.retrieve(later).logprobs != result.logprobs).any()
 
 
+@pytest.mark.nightly
 def test_a_trainer_outlives_its_gateway_and_applies_each_operation_once(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ def serve(training: TrainingClient, kind: types.SamplingClientKind = "snapshot")
     return training.save_weights_and_get_sampling_client(kind=kind).result(timeout=TIMEOUT)
 
 
+@pytest.mark.nightly
 def test_runs_in_one_session_do_not_touch_each_other(
     stack: TestStack, models: dict[str, Path]
 ) -> None:
