@@ -36,7 +36,7 @@ first-hour:      ## Follows the README in a fresh clone, and times each step. PY
 test: setup      ## Runs the tests, in two processes (with a GPU, in one). JOBS=0 ARGS="-x -k publish"
 	@.venv/bin/python -m pytest -n $(JOBS) -m "not nightly and not slow" $(ARGS)
 
-test-all: setup  ## Runs all tests except the nightly ones, as CI does. The slow ones take two thirds of the time.
+test-all: setup  ## Runs all tests except the nightly ones, as CI does, and prints the slowest.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@scripts/kubeflow.sh
@@ -150,7 +150,7 @@ fuzz: setup      ## Sends the gateway malformed requests. ARGS="--requests 10000
 chaos: setup     ## Kills and freezes processes, cuts connections and fills disks under experiments. ARGS="--faults 10 --seed 1 --ranks 2"
 	@.venv/bin/python -m tests.chaos $(ARGS)
 
-nightly: setup   ## Runs the longest tests: cookbook recipes, 80 faults, engines of all architectures and in their own processes, 100,000 fuzzed requests.
+nightly: setup   ## Runs the longest tests: cookbook recipes, 90 faults, engines of all architectures and in their own processes, 100,000 fuzzed requests.
 	@scripts/cookbook.sh
 	@scripts/triton.sh
 	@scripts/kubeflow.sh

@@ -20,12 +20,12 @@ from tests.fuzz.trainer import Checked, damaged_losses, resident_bytes
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-REQUESTS = 1000
 MORE_FOR_THE_TRAINER = 8000
 
 
 @pytest.mark.timeout(1200)
-def test_the_gateway_answers_whatever_it_is_sent():
+@pytest.mark.parametrize("requests", [1000, pytest.param(3000, marks=pytest.mark.nightly)])
+def test_the_gateway_answers_whatever_it_is_sent(requests):
     """No 5xx, no hang, no growth, no secret in output, and a good request is still computed. It
     runs in a process with its own memory and logs."""
     command = [
@@ -33,13 +33,13 @@ def test_the_gateway_answers_whatever_it_is_sent():
         "-m",
         "tests.fuzz",
         "--requests",
-        str(REQUESTS),
+        str(requests),
         "--seed",
         "20260701",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1180)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    assert f"{REQUESTS} requests" in done.stdout
+    assert f"{requests} requests" in done.stdout
     assert " 0 faults" in done.stdout
 
 

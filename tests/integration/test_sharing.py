@@ -6,7 +6,8 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -45,20 +46,33 @@ def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) 
         assert len(each.steps) == STEPS
 
 
+@dataclass
+class Alone:
+    """Runs one experiment at a time, with its own workers, once for all tests."""
+
+    model: Path
+    folder: Path
+    done: dict[tuple[str, int], Experiment] = field(default_factory=dict)
+
+    def run_missing(self, experiments: Sequence[Experiment]) -> None:
+        wanted = [(each.kind, each.number) for each in experiments]
+        missing = [Experiment(*each) for each in wanted if each not in self.done]
+        if missing:
+            with running(self.folder / str(len(self.done)), models={TIED: self.model}) as stack:
+                for experiment in missing:
+                    end(begin(stack, [experiment]), [experiment])
+                    self.done[experiment.kind, experiment.number] = experiment
+
+
 @pytest.fixture(scope="module")
-def alone(model, tmp_path_factory) -> dict[tuple[str, int], Experiment]:
-    """One experiment at a time, with its own workers."""
-    kinds = [("rl", 0), ("rl", 1), ("rl-full", 0)]
-    experiments = {each: Experiment(*each) for each in kinds}
-    with running(tmp_path_factory.mktemp("alone"), models={TIED: model}) as stack:
-        for experiment in experiments.values():
-            end(begin(stack, [experiment]), [experiment])
-    return experiments
+def alone(model, tmp_path_factory) -> Alone:
+    return Alone(model, tmp_path_factory.mktemp("alone"))
 
 
-def assert_as_alone(experiments: Sequence[Experiment], alone) -> None:
+def assert_as_alone(experiments: Sequence[Experiment], alone: Alone) -> None:
+    alone.run_missing(experiments)
     for found in experiments:
-        expected = alone[found.kind, found.number]
+        expected = alone.done[found.kind, found.number]
         assert found.steps == expected.steps, found.kind
         assert found.weights == expected.weights, found.kind
 
@@ -68,8 +82,12 @@ def assert_as_alone(experiments: Sequence[Experiment], alone) -> None:
     ("groups", "kinds"),
     [
         pytest.param(
-            *("two", ("rl", "rl-full")),
-            id="two on a core for training and one for sampling",
+            *("two", ("rl", "rl-full")), id="two on a core for training and one for sampling"
+        ),
+        pytest.param(
+            *("two", ("rl", "rl-full", "full")),
+            id="three on a core for training and one for sampling",
+            marks=pytest.mark.nightly,
         ),
         pytest.param(
             *("one", ("rl", "rl-full")), id="two on a single core", marks=pytest.mark.nightly
@@ -136,11 +154,12 @@ class Turn:
 
 
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("runs", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_lora_runs_on_one_base_equal_those_alone_though_their_trainer_is_killed(
-    model, alone, tmp_path
+    model, alone, tmp_path, runs
 ):
     one_samples, killed = threading.Lock(), threading.Event()
-    experiments = [Experiment("rl", each, Turn(one_samples, killed)) for each in range(2)]
+    experiments = [Experiment("rl", each, Turn(one_samples, killed)) for each in range(runs)]
     with running(tmp_path, models={TIED: model}, settings={"sharing_lora_runs": "always"}) as stack:
         threads = begin(stack, experiments)
         wait_until(lambda: all(each.steps for each in experiments), what="each has done a step")

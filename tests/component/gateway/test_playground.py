@@ -236,7 +236,9 @@ def test_a_gateway_without_a_playground_says_so(start):
         assert (answer.status_code, "TANDEM_PLAYGROUND_RUNS" in answer.text) == (403, True)
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (2, 3, 4))]
+)
 def test_twenty_visitors_start_in_the_order_of_their_arrival(start, seed):
     """Within one place, on a virtual clock, with runners that die."""
     rng = random.Random(seed)

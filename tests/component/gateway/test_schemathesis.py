@@ -38,7 +38,8 @@ def config() -> str:
 
 
 @pytest.mark.timeout(1200)
-def test_every_route_does_what_its_description_says(tmp_path):
+@pytest.mark.parametrize("examples", [6, pytest.param(15, marks=pytest.mark.nightly)])
+def test_every_route_does_what_its_description_says(tmp_path, examples):
     with running_gateway(tmp_path, session_ttl=600, max_payload_bytes=2**20) as gate:
         config_file = tmp_path / "schemathesis.toml"
         config_file.write_text(config())
@@ -51,7 +52,7 @@ def test_every_route_does_what_its_description_says(tmp_path):
             "--header",
             f"X-API-Key: {KEY}",
             "--checks=all",
-            "--max-examples=6",
+            f"--max-examples={examples}",
             "--max-response-time=60",
             "--seed=1",
             "--continue-on-failure",

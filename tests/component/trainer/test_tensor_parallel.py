@@ -203,7 +203,7 @@ def run_rank(rank: int, folder: str, cases: list[tuple[str, str]]) -> None:
 
 @pytest.fixture(scope="module")
 def folder(request, tmp_path_factory) -> Path:
-    """What two ranks compute for this session's cases."""
+    """Return a folder with the results of two ranks, for the cases that this session runs."""
     params = [each.callspec.params for each in request.session.items if each.path == request.path]
     cases = [(each["architecture"], each["kind"]) for each in params]
     folder: Path = tmp_path_factory.mktemp("divided")
@@ -233,7 +233,7 @@ def group_of_one(folder) -> Iterator[None]:
 @pytest.mark.usefixtures("group_of_one")
 @pytest.mark.parametrize(
     ("architecture", "kind"),
-    [pytest.param(*case, marks=[pytest.mark.nightly] * (case not in FEW)) for case in CASES],
+    [pytest.param(*case, marks=() if case in FEW else pytest.mark.nightly) for case in CASES],
 )
 def test_two_ranks_that_divide_matrices_compute_what_one_does(folder, architecture, kind) -> None:
     found: list[Found] = torch.load(folder / "found.pt")[architecture, kind]

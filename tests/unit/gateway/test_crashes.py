@@ -203,7 +203,13 @@ def test_a_batch_that_hangs_ends_its_own_run_alone(tmp_path):
         assert not other.differences(undisturbed(name)[0])
 
 
-@pytest.mark.parametrize("steps", range(60, 160, 24))
+@pytest.mark.parametrize(
+    "steps",
+    [
+        *range(60, 160, 24),
+        *(pytest.param(steps, marks=pytest.mark.nightly) for steps in range(72, 160, 24)),
+    ],
+)
 def test_runs_come_and_go_beside_one_that_is_at_long_operations(steps, tmp_path):
     others = ("training", "a save after a refusal")
     scenario = Scenario(

@@ -10,7 +10,7 @@ from tandem.cli import context
 from tandem.cli.main import app
 from tandem.errors import UserError
 
-ROOT = typer.main.get_command(app)
+COMMANDS = typer.main.get_command(app)
 
 
 def commands(group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
@@ -21,13 +21,13 @@ def commands(group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
 
 
 def command_at(path: tuple[str, ...]):
-    command = ROOT
+    command = COMMANDS
     for name in path:
         command = command.commands[name]
     return command
 
 
-@pytest.mark.parametrize("path", commands(ROOT), ids=" ".join)
+@pytest.mark.parametrize("path", commands(COMMANDS), ids=" ".join)
 @pytest.mark.parametrize("colour", [{}, {"FORCE_COLOR": "1", "TERM": "xterm-256color"}])
 def test_no_help_has_a_picture_in_place_of_a_part_of_an_id(path, colour):
     done = CliRunner(env=colour).invoke(app, [*path, "--help"])
@@ -36,7 +36,7 @@ def test_no_help_has_a_picture_in_place_of_a_part_of_an_id(path, colour):
 
 
 def test_every_command_that_answers_can_answer_with_json():
-    paths = [path for path in commands(ROOT) if not hasattr(command_at(path), "commands")]
+    paths = [path for path in commands(COMMANDS) if not hasattr(command_at(path), "commands")]
     without = [
         path
         for path in paths
@@ -47,7 +47,7 @@ def test_every_command_that_answers_can_answer_with_json():
 
 
 def test_the_help_of_every_command_has_an_example_that_begins_with_it():
-    paths = [path for path in commands(ROOT) if not hasattr(command_at(path), "commands")]
+    paths = [path for path in commands(COMMANDS) if not hasattr(command_at(path), "commands")]
     helps = {path: command_at(path).help or "" for path in paths}
     assert [p for p, text in helps.items() if f": tandem {' '.join(p)}" not in text] == []
 

@@ -34,7 +34,15 @@ STATES = {
 }
 
 
-@pytest.mark.parametrize(("checkpointing", "kind"), [("off", "full"), ("on", "lora")])
+@pytest.mark.parametrize(
+    ("checkpointing", "kind"),
+    [
+        ("off", "full"),
+        ("on", "lora"),
+        pytest.param("off", "lora", marks=pytest.mark.nightly),
+        pytest.param("on", "full", marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("architecture", CONFIGURATIONS)
 def test_activations_and_logits_are_near_to_what_torch_allocates(
     tmp_path, architecture, checkpointing, kind
