@@ -11,10 +11,11 @@ from typing import Any
 
 from gateway.identifiers import run_folder_name
 from gateway.jobs.job import Job
-from gateway.runs.record.metrics import SERVER, MetricsRow
+from gateway.runs.record.metrics import MetricsRow
 from gateway.storage.data_directory import write_file
 from tandem.backends.jobs import JobEnd
 from tandem.backends.rendering import job_request
+from tandem.tracking.names import SERVER
 from tandem.weights.store import fsync_path, make_folder, read_record, write_synced
 
 _READ_BYTES = 2**20

@@ -11,18 +11,10 @@ import typer
 from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say
 from tandem.cli.run_charts import number, overlay_chart, points_of
 from tandem.cli.run_names import run_in_url
-from tandem.cli.run_values import (
-    SERVER,
-    as_text,
-    done,
-    flat,
-    full_name,
-    main_metric,
-    read_curves,
-    step_of,
-)
+from tandem.cli.run_values import as_text, done, full_name, read_curves, step_of
 from tandem.cli.tables import Column, printable, show_table
 from tandem.errors import UserError
+from tandem.tracking.names import SERVER, flat, main_metric
 
 _MOST_METRICS = 12
 _ABSENT = "-"

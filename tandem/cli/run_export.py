@@ -17,6 +17,7 @@ import typer
 
 from tandem.cli.context import DataDir, Row, call, say_aside
 from tandem.cli.run_names import RunArgument, run_in_url
+from tandem.tracking.names import SERVER
 
 _POINTS = 1_000_000
 _PAGE = 1000
@@ -55,8 +56,8 @@ def _metrics(path: str, data_dir: Path | None) -> Iterator[Row]:
     # The names come first, because all curves of a long run do not fit into one answer.
     names = call(data_dir, "GET", f"{path}/metrics?points=2", timeout=_TIMEOUT)["metrics"]
     for source, mine in (
-        ("user", [name for name in names if not name.startswith("tandem/")]),
-        ("tandem", [name for name in names if name.startswith("tandem/")]),
+        ("user", [name for name in names if not name.startswith(SERVER)]),
+        ("tandem", [name for name in names if name.startswith(SERVER)]),
     ):
         rows: defaultdict[int, Row] = defaultdict(lambda: {"at": 0.0, "values": {}})
         for name in mine:

@@ -14,8 +14,9 @@ import typer
 from tandem.cli.context import DataDir, JsonFlag, Row, call, end_if_json, say, say_aside, watch
 from tandem.cli.run_charts import bar_chart, number, points_of
 from tandem.cli.run_names import RunArgument, run_in_url
-from tandem.cli.run_values import SERVER, as_text, done, flat, full_name, main_metric, read_curves
+from tandem.cli.run_values import as_text, done, full_name, read_curves
 from tandem.cli.tables import Column, moment, printable, show_table
+from tandem.tracking.names import SERVER, flat, main_metric
 
 _CHARTED = ("loss", "kl_mean", "gap_mean", "staleness", "grad_norm")
 _NEWEST_STEPS = 10

@@ -14,10 +14,7 @@ from tandem.cli.context import Row, call
 from tandem.cli.run_charts import number
 from tandem.cli.tables import duration
 from tandem.errors import UserError
-
-SERVER = "tandem/"
-"""The beginning of the names of the server's metrics."""
-_MAIN = ("reward", "loss")
+from tandem.tracking.names import SERVER, main_metric
 
 
 def read_curves(
@@ -29,21 +26,6 @@ def read_curves(
     query = urlencode([*(("name", name) for name in names), *options.items()])
     metrics: dict[str, Any] = call(data_dir, "GET", f"runs/{run}/metrics?{query}")["metrics"]
     return {name: metrics[name] for name in names if name in metrics}
-
-
-def main_metric(last: Mapping[str, object]) -> str:
-    """Return the metric that best tells how a run does, "" without any: a reward before a loss,
-    the user's before the server's, and a short name before a longer one."""
-    ranks = [
-        (rank, name.startswith(SERVER), len(name), name)
-        for name in last
-        for rank, word in enumerate(_MAIN)
-        if name.rpartition("/")[2].rpartition("_")[2] == word or word in name.split("/")
-    ]
-    if ranks:
-        return min(ranks)[-1]
-    own = sorted(name for name in last if not name.startswith(SERVER))
-    return own[0] if own else ""
 
 
 def full_name(given: str, last: Mapping[str, object], *, later: bool = False) -> str:
@@ -83,13 +65,3 @@ def done(run: Row) -> str:
 def as_text(value: object) -> str:
     """Return a value of a configuration: text as it is, others as JSON."""
     return value if isinstance(value, str) else orjson.dumps(value).decode()
-
-
-def flat(config: object, prefix: str = "") -> dict[str, object]:
-    """Return a configuration's values by dotted name: `{"optimizer.lr": 0.001}`."""
-    if not isinstance(config, dict) or (not config and prefix):
-        return {prefix: config}
-    found: dict[str, object] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found

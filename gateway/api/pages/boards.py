@@ -11,6 +11,7 @@ from gateway.api.pages.charts import Mark, line_chart
 from gateway.api.pages.texts import figure
 from gateway.runs.record.curves import Curve
 from gateway.runs.record.progress import RecordIndex
+from tandem.tracking.names import SERVER
 
 POINTS = 300
 """Of a curve that the server draws."""
@@ -61,9 +62,9 @@ def board_of(
         "Logged by the run": [],
     }
     for name in sorted(names, key=lambda name: (_PLACES.get(name, len(_PLACES)), name)):
-        own = "Measured by Tandem" if name.startswith("tandem/") else "Logged by the run"
+        own = "Measured by Tandem" if name.startswith(SERVER) else "Logged by the run"
         group = groups["Reward" if "reward" in name.lower() else own]
-        label = _LABELS.get(name, name.removeprefix("tandem/"))
+        label = _LABELS.get(name, name.removeprefix(SERVER))
         lines = [
             (colour, found[name])
             for colour, found in enumerate(curves, 1)

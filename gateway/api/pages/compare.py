@@ -11,10 +11,10 @@ from starlette.responses import Response
 from gateway.api.pages.boards import POINTS, board_of
 from gateway.api.pages.charts import COLOURS
 from gateway.api.pages.routing import PageDep, PageRouter
-from gateway.api.pages.run_views import flat
 from gateway.api.tandem.runs import own_run
 from gateway.runs.record.lineage import ancestors_of
 from tandem.errors import InvalidRequest, UnknownRun
+from tandem.tracking.names import flat
 
 router = PageRouter()
 
@@ -45,7 +45,7 @@ async def compare_page(
     rows = await page.views.rows(found)
 
     def draw() -> Response:
-        configs = [flat(each.identity.config) for each in found]
+        configs = [flat(each.identity.config or {}) for each in found]
         names = sorted({name for each in configs for name in each})
         settings = {name: [each.get(name) for each in configs] for name in names}
         different = {

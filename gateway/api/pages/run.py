@@ -15,7 +15,6 @@ from gateway.api.pages.boards import POINTS, board_of
 from gateway.api.pages.live import Changes, live_response
 from gateway.api.pages.routing import FORM_CONTENT, Page, PageDep, PageRouter, read_form
 from gateway.api.pages.run_facts import read_facts
-from gateway.api.pages.run_views import flat
 from gateway.api.pages.templates import fragment
 from gateway.api.request_body import FORM_BODY, JSON
 from gateway.api.tandem.ends import StopRun, stop_run
@@ -26,6 +25,7 @@ from gateway.owners.usage.run_resources import read_run_use
 from gateway.runs.record.files import Place
 from gateway.runs.record.lineage import ancestors_of
 from tandem.errors import InvalidRequest, UnknownRun, UnknownWeights
+from tandem.tracking.names import flat
 
 router = PageRouter()
 
@@ -55,7 +55,7 @@ async def run_page(
             "run.html",
             facts=facts,
             board_groups=board_of([facts.index], [curves], marks=facts.marks, every=all),
-            config=flat(run.identity.config),
+            config=flat(run.identity.config or {}),
             relatives=relatives,
             usage=usage,
             cursor=end.cursor,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from gateway.runs.record.progress import RecordIndex
 from gateway.runs.record.rows import RunRecord
 from gateway.storage.fair_queue import FairSemaphore
 from gateway.workers.schedule import WaitReason
+from tandem.tracking.names import main_metric
 
 Value = TypeVar("Value")
 
@@ -37,13 +38,13 @@ _DRAWING = 2
 @dataclass(frozen=True)
 class RunRow:
     """A run in the list. `state` is a word, and `why` a sentence or "". `main` is the name of its
-    main metric."""
+    main metric, "" without any."""
 
     run: RunRecord
     index: RecordIndex
     state: str
     why: str
-    main: str | None
+    main: str
     spark: Markup
 
 
@@ -92,7 +93,7 @@ class RunViews:
 
     async def _row(self, run: RunRecord, index: RecordIndex) -> RunRow:
         state, why = self.state_of(run)
-        main = _main_metric(index.last)
+        main = main_metric(index.last)
         spark = await self._spark(index, main) if main else Markup()
         return RunRow(run, index, state, why, main, spark)
 
@@ -125,25 +126,7 @@ class RunViews:
             task.exception()  # a waiting page raises it
 
 
-def _main_metric(names: Iterable[str]) -> str | None:
-    """Return the metric that tells most about a run: its reward, else its loss."""
-    rewards = [name for name in names if "reward" in name.lower()]
-    losses = [name for name in names if "loss" in name.lower()]
-    return min(rewards or losses, key=lambda name: (len(name), name), default=None)
-
-
 def _since(waits: WaitReason) -> str:
     """Return why a job waits, and since when."""
     began = clock(time.time() - waits.seconds, dated=waits.seconds > 86_400)
     return f"{waits.reason} (since {began} UTC)" if waits.reason else ""
-
-
-def flat(config: Mapping[str, object] | None) -> dict[str, object]:
-    """Return the values of nested objects by dotted name."""
-    found: dict[str, object] = {}
-    for key, value in (config or {}).items():
-        if isinstance(value, Mapping) and value:
-            found |= {f"{key}.{name}": inner for name, inner in flat(value).items()}
-        else:
-            found[key] = value
-    return found

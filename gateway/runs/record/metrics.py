@@ -15,10 +15,9 @@ import orjson
 
 from gateway.runs.record.curves import as_json
 from gateway.runs.record.files import Place, read_lines
+from tandem.tracking.names import SERVER
 
 Source = Literal["user", "tandem"]
-SERVER = "tandem/"
-"""The prefix of the server's names."""
 
 MAX_NAMES, MAX_ROW = 200, 64 * 2**10
 """Names and bytes of a row."""

@@ -27,7 +27,6 @@ from gateway.runs.record.files import Kind, Place, SegmentWriter, end_of, record
 from gateway.runs.record.identity_files import IdentityFiles
 from gateway.runs.record.lineage import Ancestor
 from gateway.runs.record.metrics import (
-    SERVER,
     MetricsRow,
     RowLines,
     Source,
@@ -51,6 +50,7 @@ from gateway.storage.drivers import typed
 from gateway.storage.tables import rollout_batches, run_records, runs
 from tandem.errors import LimitExceeded, StorageFailed, describe
 from tandem.telemetry import get_log
+from tandem.tracking.names import SERVER
 
 MAX_RECORD = 2 * 2**30
 """Bytes of a run's record."""

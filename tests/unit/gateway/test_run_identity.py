@@ -7,7 +7,6 @@ import math
 
 import pytest
 
-from gateway.api.pages.run_views import flat
 from gateway.api.pages.texts import compact
 from gateway.runs.record.identity import (
     RunIdentity,
@@ -16,6 +15,7 @@ from gateway.runs.record.identity import (
     metadata_of,
 )
 from tandem.errors import InvalidRequest
+from tandem.tracking.names import flat
 
 
 def test_the_documented_keys_are_the_identity_and_the_others_are_kept():

@@ -10,8 +10,9 @@ from typer.testing import CliRunner
 from tandem.cli import context, run_show, run_values
 from tandem.cli.main import app
 from tandem.cli.run_charts import bar_chart, overlay_chart, points_of
-from tandem.cli.run_values import done, flat, full_name, main_metric
+from tandem.cli.run_values import done, full_name
 from tandem.errors import ServerError, UserError
+from tandem.tracking.names import flat, main_metric
 
 RUN = "s-000000000001:train:0"
 
