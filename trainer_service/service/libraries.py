@@ -31,8 +31,11 @@ def import_libraries() -> None:
     if _LAST in sys.modules:
         return
     gc.disable()
-    import transformers.modeling_utils  # noqa: F401 - needed by each architecture
+    import transformers.modeling_layers  # noqa: F401 - needed by each architecture
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401 - loaded when named
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    get_checkpoint_conversion_mapping("")  # compiles hundreds of patterns, once in a process
 
     import trainer_service.backends.fsdp2
     import trainer_service.compute.process_group
