@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from sampler_service.vllm.adapter_internals import (
@@ -10,6 +12,10 @@ from sampler_service.vllm.adapter_internals import (
     multiply_by_slot,
 )
 from sampler_service.vllm.internals import multiply_plainly
+from sampler_service.vllm.memory import UnwrittenZeros
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
 class ChangedWorker(CPUWorker):  # type: ignore[misc]
@@ -19,3 +25,7 @@ class ChangedWorker(CPUWorker):  # type: ignore[misc]
         adapt_heads(self.model_runner)
         leave_experts_plain()
         super().load_model(load_dummy_weights=load_dummy_weights)
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        with UnwrittenZeros():
+            super().initialize_from_config(kv_cache_config)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from sampler_service.engine import SleepLevel
 from tandem.errors import WorkerStartFailed
@@ -21,6 +22,7 @@ from tandem.errors import WorkerStartFailed
 if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
+_LARGE = 2**20
 OUTSIDE_TORCH = 2**30
 """The part of an engine's GPU budget for the CUDA context and graphs."""
 _MADV_DONTNEED = 4
@@ -52,6 +54,29 @@ def cache_bytes(budget: int, *, peak: int) -> int:
             "TANDEM_SAMPLER_GPU_MEMORY_UTILIZATION"
         )
     return left
+
+
+class UnwrittenZeros(TorchFunctionMode):  # type: ignore[misc]
+    """Within it, `torch.zeros` of one large dimension on a CPU returns new pages of the kernel.
+
+    They read as zeros, and take memory when they are first written. torch would write each of
+    them."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
+        options = kwargs or {}
+        if function is torch.zeros and len(args) == 1 and isinstance(args[0], int):
+            dtype, device = options.get("dtype"), torch.device(options.get("device") or "cpu")
+            size = args[0] * (dtype or torch.get_default_dtype()).itemsize
+            if size >= _LARGE and device.type == "cpu":
+                pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                return torch.frombuffer(pages, dtype=dtype or torch.get_default_dtype())
+        return function(*args, **options)
 
 
 class Sleeper:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from sampler_service.engine import SleepLevel
 from sampler_service.vllm.memory import (
     Sleeper,
+    UnwrittenZeros,
     cache_bytes,
     drop_weights,
     memory_share,
@@ -113,3 +114,19 @@ def test_dropped_weights_are_gone_with_adapters_and_buffers_stay():
     assert layer.weight.sum() < 2 * 4096
     assert layer.lora_a_stacked[0].sum() < 2 * 4096
     assert layer.table.all()
+
+
+def test_large_zeros_take_memory_when_they_are_written():
+    size = 64 * 2**20
+    before = resident_bytes()
+    with UnwrittenZeros():
+        cache = torch.zeros(size, dtype=torch.int8, device=torch.device("cpu"))
+        small, shaped = torch.zeros(3), torch.zeros((2**8, 2**8))
+    assert resident_bytes() - before < size // 2
+    assert cache.dtype == torch.int8 and cache.shape == (size,)
+    assert small.tolist() == [0.0] * 3 and shaped.shape == (2**8, 2**8)
+    cache[: size // 2] = 1
+    assert resident_bytes() - before >= size // 2
+    assert int(cache.view(torch.int64).count_nonzero()) == size // 16
+    release_pages([cache])
+    assert not cache.any()
