@@ -33,7 +33,6 @@ _SETTINGS = {
     "port": "0",
     "sampler_kv_cache_bytes": str(64 * 2**20),
     "pool_processes": "0",  # idle processes would be measured too
-    "trainer_micro_batch_tokens": "256",  # otherwise two trainers' plans fill 24 GiB
 }
 
 
@@ -57,8 +56,19 @@ def _cpu_seconds(stack: Stack) -> float:
     return sum(each.user + each.system for each in times)
 
 
-def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dict[str, object]:
+def _in_passes(stack: Stack) -> int:
+    """Return the forward_backwards that shared a pass, by the trainers' logs."""
+    logs = (stack.data_dir / "logs").glob("*.log")
+    lines = (line for log in logs for line in log.read_text().splitlines())
+    return sum(json.loads(line)["runs"] for line in lines if '"joint_pass"' in line)
+
+
+def measure(
+    model: Path, *, way: str, runs: int, steps: int, tokens: int, planned: int
+) -> dict[str, object]:
+    """`tokens`: of each sample. `planned`: of a micro-batch, in the memory plan."""
     settings = {**_SETTINGS, "sharing_lora_runs": _WAYS[way]}
+    settings["trainer_micro_batch_tokens"] = str(planned)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as open_until_the_end:
         stack = open_until_the_end.enter_context(Stack(data_dir=Path(folder), settings=settings))
         stack.add_model(name=MODEL, path=model)
@@ -76,15 +86,19 @@ def measure(model: Path, *, way: str, runs: int, steps: int, tokens: int) -> dic
         memory = _memory(workers)
         for experiment in experiments:
             experiment.seconds = dict.fromkeys(experiment.seconds, 0.0)
+        cpu_before, joint_before = _cpu_seconds(stack), _in_passes(stack)
         began = time.perf_counter()
         at_once(experiments, steps)
         seconds = time.perf_counter() - began
+        cpu_seconds, joint = _cpu_seconds(stack) - cpu_before, _in_passes(stack) - joint_before
     return {
         "workers": len(workers),
         "first_created_s": round(created[0], 2),
         "further_created_s": round(statistics.median(created[1:]), 2) if runs > 1 else None,
         "memory_mib": round(memory / 2**20),
         "steps_per_second": round(runs * steps / seconds, 3),
+        "cpu_seconds_of_a_step": round(cpu_seconds / (runs * steps), 3),
+        "share_in_joint_passes": round(joint / (runs * steps), 2),
         "seconds_of_a_step": {
             part: round(sum(each.seconds[part] for each in experiments) / (runs * steps), 2)
             for part in experiments[0].seconds
@@ -125,6 +139,10 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, nargs="+", default=[1, 64], help="of the base")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16, help="of each sample")
+    parser.add_argument("--ways", choices=_WAYS, nargs="+", default=list(_WAYS))
+    parser.add_argument("--rounds", type=int, default=1)
+    # With the default of 2,048, two trainers' plans fill 24 GiB.
+    parser.add_argument("--planned", type=int, default=256, help="tokens of a micro-batch")
     parser.add_argument("--no-save", action="store_true")
     arguments = parser.parse_args()
     console = Console()
@@ -135,13 +153,13 @@ def main() -> None:
         results["model_mib"] = round(
             sum(file.stat().st_size for file in model.glob("*.safetensors")) / 2**20
         )
+        given = {name: getattr(arguments, name) for name in ("steps", "tokens", "planned")}
+        results |= given
         for runs in arguments.runs:
-            found = {
-                way: measure(
-                    model, way=way, runs=runs, steps=arguments.steps, tokens=arguments.tokens
-                )
-                for way in _WAYS
-            }
+            found: dict[str, list[dict[str, object]]] = {way: [] for way in arguments.ways}
+            for _ in range(arguments.rounds):
+                for way in arguments.ways:
+                    found[way].append(measure(model, way=way, runs=runs, **given))
             results[f"{runs} runs"] = found
             console.print_json(json.dumps({f"{runs} runs": found}))
         for sessions in arguments.sessions:
