@@ -22,7 +22,9 @@ PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 
 @dataclass(frozen=True)
 class TinyShape:
-    """Sizes of a Qwen3 model. The default has 1.07 M parameters."""
+    """Sizes of a Qwen3 model. The default has 1.07 M parameters.
+
+    `kv_heads` 0: as many as `heads`."""
 
     hidden: int = 128
     layers: int = 4
@@ -32,6 +34,7 @@ class TinyShape:
     vocabulary: int = 128
     max_length: int = 512
     tied: bool = True
+    kv_heads: int = 0
 
 
 QWEN_SHAPE = TinyShape(layers=2, ffn=256, vocabulary=2048, max_length=32768)
@@ -103,7 +106,7 @@ def _write_config(path: Path, shape: TinyShape, *, pad: int, ends: list[int]) ->
         "intermediate_size": shape.ffn,
         "num_hidden_layers": shape.layers,
         "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads or shape.heads,
         "head_dim": shape.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": shape.max_length,
@@ -129,14 +132,15 @@ def tensor_shapes(shape: TinyShape) -> dict[str, tuple[int, ...]]:
     """Return all tensors' shapes, in the order of drawing. Norms have one dimension and are filled
     with ones."""
     hidden, width = shape.hidden, shape.heads * shape.head_dim
+    kv_width = (shape.kv_heads or shape.heads) * shape.head_dim
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocabulary, hidden)}
     for layer in range(shape.layers):
         prefix = f"model.layers.{layer}"
         shapes |= {
             f"{prefix}.input_layernorm.weight": (hidden,),
             f"{prefix}.self_attn.q_proj.weight": (width, hidden),
-            f"{prefix}.self_attn.k_proj.weight": (width, hidden),
-            f"{prefix}.self_attn.v_proj.weight": (width, hidden),
+            f"{prefix}.self_attn.k_proj.weight": (kv_width, hidden),
+            f"{prefix}.self_attn.v_proj.weight": (kv_width, hidden),
             f"{prefix}.self_attn.o_proj.weight": (hidden, width),
             f"{prefix}.self_attn.q_norm.weight": (shape.head_dim,),
             f"{prefix}.self_attn.k_norm.weight": (shape.head_dim,),
