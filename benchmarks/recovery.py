@@ -29,6 +29,8 @@ from tandem.stack import Stack
 MODEL = "bench/model"
 _SEQUENCES, _TOKENS = 16, 64
 _OFTEN = {"recovery_share": "1"}
+_IDLE_WITHIN = 120.0
+_RESULT_WITHIN = 600.0
 
 
 def batch() -> list[types.Datum]:
@@ -57,9 +59,10 @@ def median(values: list[float]) -> float:
 
 
 def wait_for_idle_trainer(stack: Stack) -> None:
-    """Wait until the agent has an idle process that can become a trainer."""
+    """Wait until the agent has an idle process that can become a trainer. Raises `TimeoutError`."""
     log = stack.data_dir / "logs" / "agent.log"
-    while True:
+    deadline = time.monotonic() + _IDLE_WITHIN
+    while time.monotonic() < deadline:
         lines = [json.loads(line) for line in log.read_text().splitlines() if line.startswith("{")]
         ready = {
             each["pid"]
@@ -69,6 +72,7 @@ def wait_for_idle_trainer(stack: Stack) -> None:
         if ready - {each["pid"] for each in lines if each["event"] == "worker_started"}:
             return
         time.sleep(0.1)
+    raise TimeoutError(f"there is no idle trainer after {_IDLE_WITHIN:.0f} s")
 
 
 def measure(
@@ -80,15 +84,18 @@ def measure(
         stack.add_model(name=MODEL, path=model)
         endpoint = stack.endpoint
         with tinker.ServiceClient(base_url=endpoint.url, api_key=endpoint.api_key) as service:
-            training = service.create_lora_training_client(f"{MODEL}{suffix}").result()
+            training = service.create_lora_training_client(f"{MODEL}{suffix}").result(
+                _RESULT_WITHIN
+            )
 
-            def step() -> float:
+            def train() -> float:
                 began = time.perf_counter()
-                training.forward_backward(data, "cross_entropy").result()
-                training.optim_step(types.AdamParams(learning_rate=1e-4)).result()
+                training.forward_backward(data, "cross_entropy").result(_RESULT_WITHIN)
+                step = training.optim_step(types.AdamParams(learning_rate=1e-4))
+                step.result(_RESULT_WITHIN)
                 return time.perf_counter() - began
 
-            seconds = [step() for _ in range(steps)]
+            seconds = [train() for _ in range(steps)]
             pauses = []
             for _ in range(kills):
                 if pool:
@@ -97,9 +104,9 @@ def measure(
                     workers = client.get("status").json()["workers"]
                 (pid,) = [each["pid"] for each in workers if each["kind"] == "trainer"]
                 os.kill(pid, signal.SIGKILL)
-                pauses.append(step() - median(seconds))
+                pauses.append(train() - median(seconds))
                 for _ in range(3):
-                    step()
+                    train()
         snapshots, restored = (
             list(events(stack, "snapshot")),
             list(events(stack, "trainer_restored")),

@@ -54,6 +54,13 @@ async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]
     return found
 
 
+async def wait_until_idle_process(launcher: ProcessLauncher, kind: WorkerKind) -> int:
+    """Return the pid of an idle process that can become a worker of this kind."""
+    while not (pids := launcher.idle.pids(kind)):  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_SECONDS)
+    return pids[0]
+
+
 async def workers(work: Path, model: Path, *, rounds: int) -> list[dict[str, object]]:
     """Measure starts of workers alone, in idle processes and in new ones."""
     rows: list[dict[str, object]] = []
@@ -75,9 +82,8 @@ async def workers(work: Path, model: Path, *, rounds: int) -> list[dict[str, obj
             )
             found["new process"].append(await start(without, spec))
             with_pool = ProcessLauncher(data_dir=work / "with", pool={kind: 1})
-            while not (pids := with_pool.idle.pids(kind)):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_SECONDS)
-            memory = psutil.Process(pids[0]).memory_full_info().uss
+            pid = await wait_until_idle_process(with_pool, kind)
+            memory = psutil.Process(pid).memory_full_info().uss
             found["idle process"].append(await start(with_pool, spec))
             await with_pool.close()
         for name, starts in found.items():

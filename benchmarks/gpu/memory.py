@@ -5,18 +5,16 @@ bytes are compared with the peaks of its tensors and of torch's reservation."""
 
 from __future__ import annotations
 
-import asyncio
 import json
+from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu.sizes import is_large, sequences_of
 from benchmarks.gpu.workers import (
     Bench,
     attempt,
-    forward_backward,
-    optim_step,
-    sequences_of,
+    train_step,
     trainer_spec,
-    trains_adapters,
     worker,
 )
 from tandem.protocol.worker import LoraSpec, TrainingSpec
@@ -30,10 +28,11 @@ _ALL = {
     "moments on the host": (TrainingSpec(offload="moments"), "off"),
     "weights on the host": (TrainingSpec(offload="weights"), "off"),
 }
-_ADAPTERS = {
+_LARGE = {
     "LoRA": (TrainingSpec(lora=LoraSpec()), "off"),
     "LoRA, checkpointed": (TrainingSpec(lora=LoraSpec()), "on"),
     "LoRA, weights on the host": (TrainingSpec(lora=LoraSpec(), offload="weights"), "on"),
+    "bfloat16 states": (TrainingSpec(states="bfloat16"), "on"),
 }
 """The training, and the setting of checkpointing."""
 
@@ -41,12 +40,12 @@ _ADAPTERS = {
 def memory(bench: Bench, size: str, model: Path) -> dict[str, object]:
     """Measure each possible way to train a size."""
     found: dict[str, object] = {}
-    for way, (training, checkpointing) in (_ADAPTERS if trains_adapters(size) else _ALL).items():
+    for way, (training, checkpointing) in (_LARGE if is_large(size) else _ALL).items():
         bench.say(f"{size}: the memory of a trainer, {way}")
         found[way] = attempt(
             bench,
-            asyncio.run,
-            _planned_and_taken(bench, size, model, training, checkpointing),
+            bench.run,
+            partial(_planned_and_taken, bench, size, model, training, checkpointing),
         )
         bench.say(json.dumps(found[way]))
     return found
@@ -66,10 +65,8 @@ async def _planned_and_taken(
     )
     async with worker(bench, spec) as trainer:
         for _ in range(2):
-            await forward_backward(
-                trainer, sequences_of(size, count=2 * tokens // length, length=length)
-            )
-            await optim_step(trainer)
+            sequences = sequences_of(size, count=2 * tokens // length, length=length)
+            await train_step(trainer, sequences)
         about = await trainer.describe()
     return compared(about)
 

@@ -1,9 +1,11 @@
 """The speed at which workers leave a GPU and return, beside that of plain copies.
 
-A trainer of random weights does a step with all parameters, then sleeps and wakes a few times.
-Plain copies between the GPU and pinned host memory run in the same minutes. An engine loads the
-trainer's weights from before and after a step in turn, and sleeps and wakes too. Last, two
-experiments share the device, beside the same two in a row."""
+- `trainers`: a trainer does a step with all parameters, then sleeps and wakes a few times. Plain
+  copies between the GPU and pinned host memory run in the same minutes.
+- `engines`: an engine loads the trainer's weights from before and after a step in turn, and sleeps
+  and wakes too.
+- `wakes`: an engine with nine tenths of the device drops its weights and wakes, 50 times.
+- `together`: two experiments share the device, beside the same two in a row."""
 
 from __future__ import annotations
 
@@ -14,17 +16,16 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+from benchmarks.gpu.sizes import SIZES, parameters_of
+from benchmarks.gpu.speed import engine_spec
 from benchmarks.gpu.workers import (
     CALL_SECONDS,
     MODEL,
-    SIZES,
     Bench,
     Caller,
     elsewhere,
-    parameters_of,
     publish,
     rate,
-    spec_of,
     step,
     torch_device,
     trainer_spec,
@@ -37,6 +38,7 @@ from tandem.settings.workers import SamplerSettings
 from tandem.v1 import common_pb2, sampler_pb2
 
 _KV_CACHE_BYTES = 4 * 2**30
+_WAKES = 50
 
 
 def copies(device: str, *, size: int, rounds: int) -> dict[str, float]:
@@ -83,14 +85,15 @@ def arrivals(files: Path, device: str, *, rounds: int) -> dict[str, float]:
 
 
 async def sleeps(
-    bench: Bench, worker: Caller, *, before: int, level: int = 0
+    bench: Bench, worker: Caller, *, before: int, level: int = 0, times: int = 0
 ) -> dict[str, float | int]:
-    """Let a worker sleep and wake. The first time, with new buffers, is reported apart.
+    """Let a worker sleep and wake, some `times` (0: once more than `bench.rounds`). The first
+    time, with new buffers, is reported apart.
 
     `before` is the device's use before the worker."""
     awake, left, moved, host = bench.used_bytes(worker.pid) - before, [], 0, 0
     slept, woken = [], []
-    for _ in range(bench.rounds + 1):
+    for _ in range(times or bench.rounds + 1):
         asleep = await worker.switch(common_pb2.SleepRequest(level=level))
         left.append(bench.used_bytes(worker.pid) - before)
         moved, host = asleep.bytes_moved, asleep.host_bytes
@@ -102,9 +105,12 @@ async def sleeps(
         "host_bytes": host,
         "device_bytes_awake": awake,
         "device_bytes_left": max(left),
+        "device_bytes_grown": left[-1] - left[0],
         "first_sleep_seconds": round(slept[0], 3),
         "sleep_seconds": round(out, 3),
         "wake_seconds": round(back, 3),
+        "switch_seconds": round(out + back, 3),
+        "longest_wake_seconds": round(max(woken), 3),
         "sleep_gb_per_second": rate(moved, out),
         "wake_gb_per_second": rate(moved, back),
     }
@@ -185,9 +191,8 @@ async def engines(bench: Bench, size: str, model: Path) -> dict[str, object]:
         kv_cache_bytes=64 * 2**20,
         gpu_memory_bytes=weights + 2 * _KV_CACHE_BYTES if bench.gpu is not None else 0,
     )
-    spec = spec_of(bench, model, worker_id=f"sampler-{size}", kind="sampler", sampler=settings)
     began = time.perf_counter()
-    async with worker(bench, spec) as engine:
+    async with worker(bench, engine_spec(bench, size, model, settings)) as engine:
         found: dict[str, object] = {"start_seconds": round(time.perf_counter() - began, 1)}
         replies = []
         for number in range(2 * bench.rounds):
@@ -209,6 +214,25 @@ async def engines(bench: Bench, size: str, model: Path) -> dict[str, object]:
     )
     bench.say(f"from the page cache, GB/s: {json.dumps(arrived)}")
     return found | {"arrivals_gb_per_second": arrived}
+
+
+async def wakes(bench: Bench, size: str, model: Path) -> dict[str, object]:
+    """Let an engine with nine tenths of the device drop its weights and wake many times."""
+    bench.say(f"{size}: an engine with nine tenths of the device wakes")
+    times = _WAKES if bench.gpu is not None else 3
+    before = bench.used_bytes(0) if bench.gpu is not None else 0
+    settings = SamplerSettings(
+        max_model_len=min(2048, SIZES[size].max_length),
+        kv_cache_bytes=64 * 2**20,
+        gpu_memory_utilization=0.9,
+    )
+    async with worker(bench, engine_spec(bench, size, model, settings)) as engine:
+        moved = await sleeps(bench, engine, before=before, level=2, times=times)
+    found: dict[str, object] = {"wakes": times, **moved}
+    if bench.gpu is not None:
+        found["left_percent"] = round(100 * moved["device_bytes_left"] / bench.gpu.memory_bytes, 2)
+    bench.say(json.dumps(found))
+    return found
 
 
 def together(bench: Bench, size: str, model: Path) -> dict[str, object]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import asyncio
+import copy
 import shutil
-from collections.abc import AsyncIterator, Callable, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,17 +19,17 @@ import numpy as np
 import psutil
 from numpy.typing import NDArray
 
+from benchmarks.gpu.sizes import Int64Array, is_large, sequences_of
 from tandem.agent.host import Accelerator
 from tandem.agent.launcher import ProcessLauncher
-from tandem.demo.tiny_model import TinyShape, tensor_shapes, write_layout
 from tandem.protocol.channels import plain_channel
 from tandem.protocol.devices import confine, parse_device
 from tandem.protocol.fencing import LEASE_METADATA_KEY
 from tandem.protocol.worker import (
     GRPC_OPTIONS,
     SECRET_METADATA_KEY,
-    LoraSpec,
     TrainingSpec,
+    WorkerHandle,
     WorkerSpec,
 )
 from tandem.protocol.worker_health import wait_until_serving
@@ -36,53 +38,22 @@ from tandem.v1 import common_pb2, sampler_pb2, sampler_pb2_grpc, trainer_pb2, tr
 from tandem.weights import new_version_name, version_path
 from tandem.wire.v1 import tinker_pb2 as wire
 
-SIZES = {
-    "0.5B": TinyShape(
-        hidden=896, layers=24, ffn=4864, heads=14, head_dim=64, vocabulary=151_936, max_length=4096
-    ),
-    "1.5B": TinyShape(
-        hidden=1536,
-        layers=28,
-        ffn=8960,
-        heads=12,
-        head_dim=128,
-        vocabulary=151_936,
-        max_length=4096,
-    ),
-    "4B": TinyShape(
-        hidden=2560, layers=36, ffn=9728, heads=40, head_dim=64, vocabulary=151_936, max_length=4096
-    ),
-    "8B": TinyShape(
-        hidden=4096,
-        layers=32,
-        ffn=12288,
-        heads=32,
-        head_dim=128,
-        vocabulary=151_936,
-        max_length=4096,
-    ),
-    "tiny": TinyShape(),
-}
-"""Shapes with about the parameters of the named models."""
 MODEL = "bench/gpu"
 SESSION = "s-benchmark"
 RUN = f"{SESSION}:train:0"
 CALL_SECONDS = 600.0
 LEARNING_RATE = 1e-5
 _SECRET = "of the benchmark"
-_ADAPTERS_FROM = 4e9
-"""Parameters."""
-
-Int64Array = NDArray[np.int64]
 Float32Array = NDArray[np.float32]
 P = ParamSpec("P")
+T = TypeVar("T")
 R = TypeVar("R")
 
 
 @dataclass(frozen=True)
 class Bench:
     """`steps` are those of each of two experiments. `gpu` None: on the cores. `say` prints
-    progress."""
+    progress. `until` ends the asynchronous work of a part, by the monotonic clock."""
 
     work: Path
     device: str
@@ -90,6 +61,21 @@ class Bench:
     rounds: int
     steps: int
     say: Callable[[str], None]
+    until: float | None = None
+
+    @property
+    def left(self) -> float | None:
+        """The seconds until a part's end."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine. Raises `TimeoutError`."""
+
+        async def limited() -> T:
+            async with asyncio.timeout(self.left):
+                return await work()
+
+        return asyncio.run(limited())
 
     def used_bytes(self, pid: int) -> int:
         """Return the used bytes of the whole GPU, or, on a CPU, a worker's resident memory."""
@@ -109,7 +95,7 @@ def attempt(
     """Return the measurement, or the failure, so that earlier results stay."""
     try:
         return work(*args, **kwargs)
-    except Exception as error:  # noqa: BLE001 - recorded as the result
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - recorded as the result
         failure = f"{type(error).__name__}: {error}"
         bench.say(failure)
         return {"failed": failure}
@@ -122,31 +108,28 @@ def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwa
         return pool.submit(work, *args, **kwargs).result()
 
 
-def write_model(path: Path, size: str, device: str) -> None:
-    """Write a model of random weights in bfloat16, drawn on the device."""
-    import torch
-    from safetensors.torch import save_file
-
-    shape = SIZES[size]
-    write_layout(path, shape)
-    weights = {
-        name: torch.ones(sizes, dtype=torch.bfloat16)
-        if len(sizes) == 1
-        else torch.empty(sizes, device=device).normal_(std=0.02).bfloat16().cpu()
-        for name, sizes in tensor_shapes(shape).items()
-    }
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
 class Caller:
     """Calls one worker. Each Sleep and Wake, and every call after it, has a newer fencing token."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, spec: WorkerSpec, pid: int) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, spec: WorkerSpec, handle: WorkerHandle
+    ) -> None:
         trainer = spec.kind == "trainer"
         stub = trainer_pb2_grpc.TrainerStub if trainer else sampler_pb2_grpc.SamplerStub
         self._stub: Any = stub(channel)
         self._token, self._operations = 1, 0
-        self.pid = pid
+        self.run_id = RUN
+        self.pid, self.log_path = handle.pid, Path(handle.log_path)
+
+    async def add_run(self, number: int, training: TrainingSpec) -> Caller:
+        """Let a trainer host a further run. Return its caller, for operations only."""
+        other = copy.copy(self)
+        other.run_id, other._operations = f"{SESSION}:train:{number}", 0
+        request = trainer_pb2.AddRunRequest(
+            run_id=other.run_id, training=training.model_dump_json()
+        )
+        await self.call("AddRun", request)
+        return other
 
     async def call(self, method: str, request: object) -> Any:
         """Raises `RuntimeError` for a failure."""
@@ -181,7 +164,7 @@ class Caller:
         return reply
 
     async def describe(self) -> trainer_pb2.DescribeTrainerReply:
-        request = trainer_pb2.DescribeTrainerRequest(run_id=RUN)
+        request = trainer_pb2.DescribeTrainerRequest(run_id=self.run_id)
         metadata = ((SECRET_METADATA_KEY, _SECRET),)
         about: trainer_pb2.DescribeTrainerReply = await self._stub.Describe(
             request, metadata=metadata, timeout=CALL_SECONDS
@@ -199,7 +182,7 @@ class Caller:
         return common_pb2.OperationHeader(
             operation_id=f"op-{self._operations}",
             session_id=SESSION,
-            run_id=RUN,
+            run_id=self.run_id,
             seq_id=self._operations,
             previous_seq_id=self._operations - 1,
         )
@@ -212,20 +195,17 @@ async def worker(bench: Bench, spec: WorkerSpec) -> AsyncIterator[Caller]:
     try:
         handle = await launcher.start(spec)
         if answer := await wait_until_serving(handle, timeout=spec.start_timeout):
-            raise SystemExit(answer)
+            raise RuntimeError(answer)
         async with plain_channel(handle.address, options=GRPC_OPTIONS) as channel:
-            yield Caller(channel, spec=spec, pid=handle.pid)
+            yield Caller(channel, spec=spec, handle=handle)
     finally:
         await launcher.close()
 
 
-def parameters_of(size: str) -> int:
-    return sum(math.prod(sizes) for sizes in tensor_shapes(SIZES[size]).values())
-
-
-def trains_adapters(size: str) -> bool:
-    """True if one device only has room to train a model's adapters."""
-    return parameters_of(size) > _ADAPTERS_FROM
+def whole_training(size: str) -> TrainingSpec:
+    """Return the training of all parameters. One device has room for those of a large model with
+    states in bfloat16 only."""
+    return TrainingSpec(states="bfloat16" if is_large(size) else "float32")
 
 
 def trainer_spec(
@@ -236,8 +216,7 @@ def trainer_spec(
     training: TrainingSpec | None = None,
     **settings: str | int,
 ) -> WorkerSpec:
-    """`training` None: the largest that fits on one device. `settings`: see `TrainerSettings`."""
-    lora = LoraSpec() if trains_adapters(size) else None
+    """`training` None: all parameters. `settings`: see `TrainerSettings`."""
     return spec_of(
         bench,
         model,
@@ -245,7 +224,7 @@ def trainer_spec(
         kind="trainer",
         run_id=RUN,
         trainer=TrainerSettings.model_validate(settings),
-        training=training or TrainingSpec(lora=lora),
+        training=training or whole_training(size),
     )
 
 
@@ -260,14 +239,6 @@ def spec_of(bench: Bench, model: Path, **more: object) -> WorkerSpec:
         start_timeout=CALL_SECONDS,
         **more,
     )
-
-
-def sequences_of(size: str, *, count: int, length: int) -> list[Int64Array]:
-    """Return `count` random sequences of token ids [length + 1], within the model's limits."""
-    shape = SIZES[size]
-    length = min(length, shape.max_length)
-    drawn = np.random.default_rng(0).integers(3, shape.vocabulary, (count, length + 1))
-    return list(drawn)
 
 
 async def forward_backward(
@@ -309,25 +280,26 @@ async def optim_step(trainer: Caller) -> None:
     )
 
 
+async def train_step(trainer: Caller, sequences: Sequence[Int64Array]) -> None:
+    """Train by a step of AdamW. Both operations are sent at once, as a gateway does."""
+    await asyncio.gather(forward_backward(trainer, sequences), optim_step(trainer))
+
+
 async def step(trainer: Caller, size: str) -> None:
-    """Train by a step of AdamW on one sequence."""
-    await forward_backward(trainer, sequences_of(size, count=1, length=512))
-    await optim_step(trainer)
+    """Train by a step on one sequence."""
+    await train_step(trainer, sequences_of(size, count=1, length=512))
 
 
 async def publish(
-    bench: Bench, trainer: Caller, number: int, *, handoff: bool = False
+    bench: Bench, trainer: Caller, number: int, *, handoff: bool = False, early: bool = False
 ) -> trainer_pb2.PublishReply:
-    """Publish the weights. With `handoff`, they are in memory before their files are written, until
+    """Publish the weights, with `handoff` in memory, too. An `early` version is not durable until
     `until_durable`."""
     name = new_version_name(run_id=RUN, number=number)
     path = version_path(bench.work, name)
     version = common_pb2.WeightVersion(name=name, path=str(path), run_id=RUN, step=number)
     request = trainer_pb2.PublishRequest(
-        header=trainer.header(),
-        version=version,
-        handoff=handoff,
-        early=handoff,
+        header=trainer.header(), version=version, handoff=handoff, early=early
     )
     reply: trainer_pb2.PublishReply = await trainer.call("Publish", request)
     bench.say(f"published {reply.bytes / 1e9:.3f} GB in {reply.seconds:.2f} s")

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu.goals import GOALS, goal_table, judged
 from benchmarks.gpu.memory import compared
-from benchmarks.gpu.speed import flops
-from benchmarks.gpu.workers import SIZES, parameters_of
+from benchmarks.gpu.plan import PLAN, planned
+from benchmarks.gpu.sizes import SIZES, flops, parameters_of
+from tandem.agent.host import accelerators
 from tandem.v1 import trainer_pb2
 from tests.gpu.__main__ import main as run_gpu_tests
 
@@ -43,28 +45,54 @@ def test_trainers_and_engines_of_a_size_are_measured():
 
 @pytest.mark.nightly
 def test_training_sampling_and_serving_are_measured_beside_what_they_are_made_of():
-    row = found("training", "sampling", "serving")["tiny"]
+    row = found("training", "plain", "sampling", "serving")["tiny"]
     assert not gpu.failed(row)
-    ways = {"trainer", "compiled trainer", "plain loop", "compiled plain loop"}
-    assert all(row["training"][way]["tokens_per_second"] > 0 for way in ways)
+    for way in ("trainer", "compiled trainer"):
+        for length in (128, 256):
+            assert row["training"][way][f"{length} tokens"]["tokens_per_second"] > 0
+    for way in ("plain loop", "compiled plain loop"):
+        assert row["plain"][way]["128 tokens"]["tokens_per_second"] > 0
     assert row["sampling"]["of_vllm_alone"] > 0
     serving = row["serving"]
-    files = serving["files"]
-    assert files["published_to_served_seconds"] >= files["load_seconds"] > 0
-    assert serving["handoff"]["published_to_served_seconds"] > 0
+    for way in (serving["files"], serving["handoff"]):
+        served, first_token = "published_to_served_seconds", "published_to_first_token_seconds"
+        assert way[first_token] > way[served] > way["load_seconds"] > 0
+        assert way["bytes"] > 2 * parameters_of("tiny")
+    assert serving["states"] == "float32"
     assert serving["logprob_gap"]["max"] < 1e-4
+    assert serving["sleep level 1"]["switch_seconds"] > 0
 
 
 @pytest.mark.nightly
-def test_adapters_are_published_and_served_where_there_is_no_room_to_train_all(monkeypatch):
-    monkeypatch.setattr("benchmarks.gpu.workers._ADAPTERS_FROM", 0)
-    row = found("publishing", "serving")["tiny"]
+def test_all_weights_of_a_large_model_are_published_and_its_adapters_too(monkeypatch):
+    monkeypatch.setattr("benchmarks.gpu.sizes._LARGE_FROM", 0)
+    row = found("serving", "adapters", "training")["tiny"]
     assert not gpu.failed(row)
-    for part in (row["publishing"], row["serving"]["files"]):
-        assert part["bytes"] < 2 * parameters_of("tiny")
-    assert row["serving"]["files"]["load_seconds"] > 0
-    assert row["serving"]["handoff"] == "the trainer kept no copy"
-    assert row["serving"]["logprob_gap"]["max"] < 1e-4
+    assert row["serving"]["states"] == "bfloat16"
+    assert row["serving"]["files"]["bytes"] > 2 * parameters_of("tiny")
+    adapters = row["adapters"]
+    assert adapters["files"]["bytes"] < 2 * parameters_of("tiny")
+    assert adapters["files"]["load_seconds"] > 0
+    assert adapters["handoff"] == "the trainer kept no copy"
+    assert adapters["logprob_gap"]["max"] < 1e-4
+    assert row["training"]["trains"] == "adapters"
+    assert "compiled trainer" in row["training"] and "trainer" not in row["training"]
+
+
+@pytest.mark.nightly
+def test_joint_passes_starts_recovery_and_wakes_are_measured():
+    row = found("joint", "starts", "recovery", "wakes")["tiny"]
+    assert not gpu.failed(row)
+    assert row["joint"]["runs"] == 4
+    assert 1 < row["joint"]["runs_in_a_pass"] <= 4
+    assert row["joint"]["of_one_run"] > 0
+    for kind in ("engine", "trainer"):
+        seconds = row["starts"][kind]
+        assert seconds["new_process_seconds"] > seconds["idle_process_seconds"] > 0
+    assert row["recovery"]["snapshots"] > 0
+    assert max(row["recovery"]["seconds_until_the_next_result"]) > 0
+    assert row["wakes"]["wakes"] == 3
+    assert row["wakes"]["device_bytes_left"] <= row["wakes"]["device_bytes_awake"]
 
 
 @pytest.mark.nightly
@@ -79,7 +107,49 @@ def test_what_fails_is_told_and_the_rest_is_measured(monkeypatch):
         raise OSError("no space left")
 
     monkeypatch.setattr(gpu, "elsewhere", lambda bench, work, *args: full(*args))
-    assert found("trainers")["tiny"] == {"failed": "OSError: no space left"}
+    assert found("trainers")["tiny"] == {"trainers": {"failed": "OSError: no space left"}}
+
+
+def test_goals_are_shown_beside_measurements():
+    """A missing number is neither met nor missed."""
+    serving = {"files": {"published_to_first_token_seconds": 1.3}}
+    recovery = {"seconds_until_the_next_result": [3.0, 4.5]}
+    row = {"serving": serving, "recovery": recovery, "joint": {"failed": "RuntimeError: no room"}}
+    chosen = {("1.5B", part) for part in row}
+    goals = {(each["part"], each["number"]): each for each in judged({"1.5B": row}, chosen)}
+    assert {part for part, _ in goals} == set(row)
+    by_files = goals["serving", "files, published_to_first_token_seconds"]
+    assert (by_files["measured"], by_files["goal"], by_files["met"]) == (1.3, "<= 1.2", False)
+    killed = goals["recovery", "seconds_until_the_next_result"]
+    assert (killed["measured"], killed["met"]) == (4.5, True)
+    assert goals["joint", "of_one_run"]["met"] is None
+    assert goal_table(list(goals.values())).row_count == len(goals)
+
+
+def test_the_parts_of_all_goals_fit_into_the_budget():
+    wanted = {(goal.size, goal.part) for goal in GOALS if goal.bound}
+    assert {(goal.size, goal.part) for goal in GOALS} <= {(e.size, e.part) for e in PLAN}
+    assert {each.part for each in PLAN} == set(gpu.PARTS)
+    assert sum(e.seconds for e in PLAN if (e.size, e.part) in wanted) <= gpu._BUDGET_SECONDS
+    assert {(e.size, e.part) for e in PLAN[: len(wanted)]} == wanted
+    assert [str(each) for each in planned(["tiny"], ["memory", "joint"])] == [
+        "tiny memory",
+        "tiny joint",
+    ]
+
+
+def test_a_part_without_time_is_left_out_and_named(monkeypatch, capsys):
+    monkeypatch.setitem(gpu.PARTS, "memory", lambda *_: {"seconds": 1})
+    results = found("memory", "--budget", "60")
+    assert results["left_out"] == ["tiny memory"] and "tiny" not in results
+    assert "left out: tiny memory takes 120 s" in capsys.readouterr().out
+    assert found("memory", "--budget", "0")["tiny"] == {"memory": {"seconds": 1}}
+
+
+def test_the_tests_run_after_the_measurements(monkeypatch, tmp_path):
+    monkeypatch.setitem(gpu.PARTS, "memory", lambda *_: {"seconds": 1})
+    results = found("memory", "--junitxml", str(tmp_path / "report.xml"))
+    assert results["tests"]["status"] == (0 if accelerators() else 2)
 
 
 def test_each_part_is_written_when_it_ends(monkeypatch, tmp_path):
