@@ -81,7 +81,7 @@ bench-cluster: setup ## Measures the launcher of pods with 1,000 sessions. ARGS=
 bench-gateway: setup ## Measures a gateway under 1,000 sessions and 64 samplers. ARGS="--quick"
 	@.venv/bin/python -m benchmarks.gateway_load $(ARGS)
 
-bench-gpu: setup ## Measures Tandem on a GPU, beside plain loops. ARGS="--sizes 0.5B --only training"
+bench-gpu: setup ## Measures each goal on a GPU. ARGS="--junitxml report.xml" runs the tests of test-gpu, too
 	@.venv/bin/python -m benchmarks.gpu $(ARGS)
 
 bench-head: setup ## Measures the head of a model, from hidden states to gradients, eager and compiled.

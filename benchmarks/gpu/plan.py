@@ -55,7 +55,7 @@ PLAN = (
     Planned("1.5B", "memory", 150),
     Planned("1.5B", "adapters", 70),
 )
-"""The parts with goals come first. The seconds are calculated, not measured."""
+"""The parts with goals come first, except `sampling`. The seconds are calculated, not measured."""
 
 
 def planned(sizes: Sequence[str] | None, parts: Sequence[str]) -> list[Planned]:
