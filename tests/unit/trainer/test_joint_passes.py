@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from tandem.errors import LossInputShape
 from tandem.protocol.worker import LoraSpec, TrainingSpec
 from tandem.v1 import common_pb2, trainer_pb2
 from tandem.wire.v1 import tinker_pb2 as wire
-from tests.support.local_trainer import batch_of, data_of, forward_backward, gradients, make_rank
+from tests.support.local_trainer import (
+    assert_same,
+    batch_of,
+    data_of,
+    forward_backward,
+    gradients,
+    make_rank,
+)
+from tests.support.losses.batches import REQUESTS, mixed_data, mixed_request
 from tests.support.tiny_model import VOCABULARY
 from tests.support.trainer_worker import datum, request
 from tests.unit.trainer.test_sharing import assert_same_weights, host, optim_step
+from trainer_service import losses
+from trainer_service.backends.base import Gradients, TrainerBackend
+from trainer_service.backends.loop import ShareResult, compute_joint_shares
 from trainer_service.batches.validation import Batch
+from trainer_service.compute import joint
 from trainer_service.compute.joint import JointBatch, fits, forward_backward_together
 from trainer_service.compute.trainer import RankTrainer
+from trainer_service.losses.base import LossResult
 from trainer_service.optimizers import AdamWSettings
 from trainer_service.service import joint_calls
 from trainer_service.service.batch_call import BatchCall
@@ -59,6 +77,30 @@ def joined(runs: list[RankTrainer], given: list[Batch]) -> list[JointBatch]:
     return [one for one in found if one is not None]
 
 
+def assert_as_alone(
+    together: list[RankTrainer],
+    alone: list[RankTrainer],
+    of_round: Callable[[list[RankTrainer]], list[Batch]],
+) -> None:
+    """Compute a pass and each run's own, compare bit by bit, and make a step."""
+    given = joined(together, of_round(together))
+    found = forward_backward_together(given)
+    assert found is not None
+    for run, other, batch, mine, results in zip(
+        together, alone, of_round(alone), given, found, strict=True
+    ):
+        result = run.combined(mine.batch, mine.plan, results)
+        other.backend.activate()
+        expected = other.forward_backward(batch)
+        assert expected is not None
+        assert np.array_equal(result.logprobs, expected.logprobs), batch.loss.name
+        assert (result.metrics, result.sums) == (expected.metrics, expected.sums)
+        assert_same(gradients(run), gradients(other))
+        for each in (run, other):
+            each.backend.activate()
+            each.optim_step(STEP)
+
+
 @pytest.mark.parametrize("logits_bytes", [0, 4096])
 @pytest.mark.parametrize("parallel", [0, 2])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
@@ -68,28 +110,107 @@ def test_a_joint_pass_has_the_bits_of_each_runs_own_pass(
     settings = {"parallel": parallel, "logits_bytes": logits_bytes}
     together, alone = (trainers(models[architecture], **settings) for _ in range(2))
     for round in range(2):
-        given = joined(together, batches(together, round=round))
-        found = forward_backward_together(given)
-        assert found is not None
-        for run, other, batch, mine, results in zip(
-            together, alone, batches(alone, round=round), given, found, strict=True
-        ):
-            result = run.combined(mine.batch, mine.plan, results)
-            other.backend.activate()
-            expected = other.forward_backward(batch)
-            assert expected is not None
-            assert np.array_equal(result.logprobs, expected.logprobs)
-            assert (result.metrics, result.sums) == (expected.metrics, expected.sums)
-            expected_gradients = gradients(other)
-            found_gradients = gradients(run)
-            assert found_gradients.keys() == expected_gradients.keys()
-            assert all(
-                torch.equal(found_gradients[name], gradient)
-                for name, gradient in expected_gradients.items()
-            )
-            for each in (run, other):
-                each.backend.activate()
-                each.optim_step(STEP)
+        assert_as_alone(together, alone, partial(batches, round=round))
+
+
+def mixed(runs: list[RankTrainer], *, names: Sequence[str]) -> list[Batch]:
+    """Return a batch of one of these requests for each run."""
+    return [
+        batch_of(run, mixed_request(name, mixed_data(seed=number)))
+        for number, (run, name) in enumerate(zip(runs, names, strict=True))
+    ]
+
+
+@pytest.mark.parametrize("logits_bytes", [0, 4096])
+@pytest.mark.parametrize("parallel", [0, 2])
+def test_runs_with_different_losses_have_the_bits_of_their_own_passes(
+    models, parallel, logits_bytes
+):
+    settings = {"parallel": parallel, "logits_bytes": logits_bytes}
+    together, alone = (trainers(models["qwen3"], **settings) for _ in range(2))
+    names = ["cross_entropy", "importance_sampling", "ppo", "dpo"]
+    if logits_bytes:
+        names[-1] = "cispo"
+    for first in range(len(names)):
+        assert_as_alone(together, alone, partial(mixed, names=names[first:] + names[:first]))
+
+
+def test_each_loss_has_the_bits_of_each_runs_own_pass(models):
+    together, alone = (trainers(models["qwen3"], parallel=2)[:2] for _ in range(2))
+    for name in REQUESTS:
+        assert_as_alone(together, alone, partial(mixed, names=[name] * len(together)))
+
+
+def test_with_logits_in_chunks_losses_of_whole_sequences_have_passes_of_their_own(models):
+    run = make_rank(models["qwen3"], SPECS[0], logits_bytes=4096)
+    for name in ("dpo", "gspo", "importance_sampling, geometric"):
+        assert run.joint_batch(batch_of(run, mixed_request(name))) is None
+
+
+def held(runs: list[RankTrainer]) -> list[dict[str, torch.Tensor]]:
+    """Compute a batch of each run alone. Return the gradients."""
+    for run, batch in zip(runs, batches(runs, round=0), strict=True):
+        run.backend.activate()
+        run.forward_backward(batch)
+    return [gradients(run) for run in runs]
+
+
+@pytest.mark.parametrize("logits_bytes", [0, 4096])
+def test_a_pass_that_fails_in_one_of_its_threads_leaves_the_gradients_of_all_runs(
+    models, monkeypatch, logits_bytes
+):
+    together, alone = (
+        trainers(models["qwen3"], parallel=2, logits_bytes=logits_bytes) for _ in range(2)
+    )
+    before = held(together)
+    assert held(alone)
+    passes = count()
+
+    def failing(*given: Any, **more: Any) -> list[ShareResult]:
+        found = compute_joint_shares(*given, **more)
+        if next(passes) == 1:
+            raise RuntimeError("the second share fails")
+        return found
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joint, "compute_joint_shares", failing)
+        assert forward_backward_together(joined(together, batches(together, round=1))) is None
+    assert next(passes) == 2, "both shares were computed"
+    for run, expected in zip(together, before, strict=True):
+        assert_same(gradients(run), expected)
+    assert_as_alone(together, alone, partial(batches, round=1))
+
+
+def fail_at(at: int, monkeypatch: pytest.MonkeyPatch, backend: type[TrainerBackend]) -> None:
+    """Let the addition of gradients with this number fail, from 0."""
+    calls, accumulate = count(), backend.accumulate
+
+    def failing(self: TrainerBackend, found: Gradients) -> None:
+        if next(calls) == at:
+            raise RuntimeError("an addition fails")
+        accumulate(self, found)
+
+    monkeypatch.setattr(backend, "accumulate", failing)
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3])
+def test_gradients_that_were_added_before_a_pass_failed_are_forgotten(models, monkeypatch, at):
+    """Each run has two shares, so its second addition changes the first one's gradients."""
+    together, alone = (trainers(models["qwen3"], parallel=2) for _ in range(2))
+    with monkeypatch.context() as patched:
+        fail_at(at, patched, type(together[0].backend))
+        assert forward_backward_together(joined(together, batches(together, round=1))) is None
+    assert not any(gradients(run) for run in together)
+    assert_as_alone(together, alone, partial(batches, round=1))
+
+
+def test_a_pass_that_has_changed_held_gradients_fails_for_good(models, monkeypatch):
+    """The trainer then ends, and its replacement has the right gradients."""
+    runs = trainers(models["qwen3"], parallel=2)
+    assert held(runs)
+    fail_at(1, monkeypatch, type(runs[0].backend))
+    with pytest.raises(RuntimeError, match="an addition fails"):
+        forward_backward_together(joined(runs, batches(runs, round=1)))
 
 
 class Waiting:
@@ -98,6 +219,8 @@ class Waiting:
     def __init__(self, runs: HostedRuns, monkeypatch: pytest.MonkeyPatch) -> None:
         self._begin = threading.Event()
         self.passes: list[int] = []
+        self.done: list[str] = []
+        """The run of each computed batch, in order."""
         self.engine = EngineThread(start=lambda: runs, heartbeat=1.0, on_broken=self._broken)
         self.engine.run()
         self.engine.submit(lambda _: self._begin.wait(60))
@@ -113,18 +236,20 @@ class Waiting:
     def _broken(self, error: BaseException) -> None:
         raise error
 
-    def send(self, run: str, data: Sequence[wire.Datum]) -> None:
+    def send(self, run: str, data: Sequence[wire.Datum], **more: Any) -> None:
         message = trainer_pb2.ForwardBackwardRequest(
             header=common_pb2.OperationHeader(run_id=run),
-            payload=request(data).SerializeToString(),
+            payload=request(data, **more).SerializeToString(),
         )
         call = BatchCall(message)
         self.engine.read_ahead(call)
         self._calls.append(call)
-        job = self.engine.submit(
-            lambda runs: call.compute(runs.take_turn(run)), run_id=run, call=call
-        )
-        self._found.append(job)
+
+        def compute(runs: HostedRuns) -> trainer_pb2.ForwardBackwardReply:
+            self.done.append(run)
+            return call.compute(runs.take_turn(run))
+
+        self._found.append(self.engine.submit(compute, run_id=run, call=call))
 
     def step(self, run: str) -> None:
         self.engine.submit(lambda runs: optim_step(runs.take_turn(run), clip=0.5), run_id=run)
@@ -181,6 +306,60 @@ def test_a_refused_batch_fails_its_run_alone(hosts, monkeypatch):
     for number in (0, 2):
         run, data = sent[number]
         assert parsed(found[number]) == forward_backward(alone.take_turn(run), data)
+
+
+@pytest.mark.parametrize("parallel", [0, 2])
+def test_a_loss_that_fails_leaves_the_held_gradients_of_all_runs(models, monkeypatch, parallel):
+    shared, alone = (host(models["qwen3"], *"abc", parallel=parallel) for _ in range(2))
+    for runs in (shared, alone):
+        for seed, run in enumerate("abc"):
+            forward_backward(runs.take_turn(run), data_of(10 + seed, count=12))
+
+    def refuse(*_: object) -> LossResult:
+        raise LossInputShape("no loss can be computed")
+
+    refusing = replace(losses.LOSSES["cross_entropy"], name="refusing", compute=refuse)
+    monkeypatch.setattr(losses, "_REGISTERED", {**losses.LOSSES, "refusing": refusing})
+    waiting = Waiting(shared, monkeypatch)
+    for seed, run in enumerate("abc"):
+        loss = "refusing" if run == "b" else "cross_entropy"
+        waiting.send(run, data_of(seed, count=12), loss=loss)
+    found = dict(zip("abc", waiting.replies(), strict=True))
+    assert waiting.passes == [3]
+    assert found["b"].failure.message == "no loss can be computed"
+    for seed, run in ((0, "a"), (2, "c")):
+        expected = forward_backward(alone.take_turn(run), data_of(seed, count=12))
+        assert parsed(found[run]) == expected
+    for run in "abc":
+        one, other = (runs.operations_of(run).trainer for runs in (shared, alone))
+        assert_same(gradients(one), gradients(other))
+    for run in "ac":
+        for runs in (shared, alone):
+            optim_step(runs.take_turn(run), clip=0.5)
+        assert_same_weights(shared.operations_of(run), alone.operations_of(run))
+
+
+def test_a_batch_joins_the_first_pass_though_another_run_has_ten_waiting(hosts, monkeypatch):
+    waiting = Waiting(hosts[0], monkeypatch)
+    for seed in range(10):
+        waiting.send("a", data_of(seed, count=12))
+    for run in "cb":
+        waiting.send(run, data_of(20, count=12))
+    waiting.replies()
+    assert waiting.passes == [3]
+    assert "".join(waiting.done) == "acb" + 9 * "a"
+
+
+def test_a_batch_that_joins_no_pass_is_computed_in_the_order_of_its_arrival(hosts, monkeypatch):
+    waiting = Waiting(hosts[0], monkeypatch)
+    for seed in range(3):
+        waiting.send("a", data_of(seed, count=12))
+    waiting.send("b", data_of(20, count=1))
+    waiting.send("a", data_of(3, count=12))
+    waiting.send("c", data_of(21, count=12))
+    waiting.replies()
+    assert waiting.passes == [2]
+    assert "".join(waiting.done) == "acaaba"
 
 
 def test_no_batch_passes_a_job_of_all_runs(hosts, monkeypatch):
