@@ -130,12 +130,14 @@ def running(
     settings: dict[str, str] | None = None,
     say: Callable[[str], None] = lambda sentence: None,
     gateway: str = "gateway",
+    agent: str = "tandem.agent",
 ) -> Iterator[TestStack]:
-    """`gateway` is the module that runs as the gateway."""
+    """`gateway` and `agent` are the modules that run as these."""
     mark = f"test-{uuid.uuid4().hex}"
     settings = {**SMALL, **(settings or {}), "test_mark": mark}
     stack = Stack(data_dir=data_dir, settings=settings, say=say, start_timeout=240)
     stack._gateway._command = [sys.executable, "-m", gateway]
+    stack._agent._command = [sys.executable, "-m", agent, "--data-dir", str(data_dir)]
     with stack:
         for name, path in models.items():
             stack.add_model(name=name, path=path)
