@@ -82,17 +82,18 @@ def forward_backward_together(together: Sequence[JointBatch]) -> list[list[Share
 
 
 def _compute(together: Sequence[JointBatch]) -> list[list[ShareResult]]:
+    """Gradients are added after all passes, so that a failed one has changed no held gradients."""
     parallel = together[0].parallel
     passes = [_Pass(together, number) for number in range(max(len(each.plan) for each in together))]
     if parallel is None:
         for one in passes:
-            one.backward()
+            one.gradients()
     else:
         parallel.run_works([one.gradients for one in passes])
     found = []
     for member, each in enumerate(together):
         found.append([passes[number].result_of(member) for number in range(len(each.plan))])
-        for one in passes[: len(each.plan)] if parallel else ():
+        for one in passes[: len(each.plan)]:
             each.backend.accumulate(one.gradients_of(member))
     return found
 
@@ -113,9 +114,6 @@ class _Pass:
         self._empty = [empty_share(each.batch) for each in together]
         self._results: list[ShareResult] = []
         self._gradients: list[Gradients] = []
-
-    def backward(self) -> None:
-        self._results = compute_joint_shares(self._shares, keep=torch.Tensor.backward)
 
     def gradients(self) -> None:
         self._results = compute_joint_shares(self._shares, keep=self._keep)

@@ -181,6 +181,23 @@ def test_a_pass_that_fails_in_one_of_its_threads_leaves_the_gradients_of_all_run
     assert_as_alone(together, alone, partial(batches, round=1))
 
 
+def test_a_backward_pass_that_fails_halfway_leaves_the_gradients_of_all_runs(models):
+    """As when a GPU's memory runs out. Each run then computes its batch alone."""
+    together, alone = (trainers(models["qwen3"], parallel=0) for _ in range(2))
+    before = held(together)
+    assert held(alone)
+
+    def run_out(gradient: torch.Tensor) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    hook = together[1].backend.trained[0].register_hook(run_out)  # of the first layer
+    assert forward_backward_together(joined(together, batches(together, round=1))) is None
+    hook.remove()
+    for run, expected in zip(together, before, strict=True):
+        assert_same(gradients(run), expected)
+    assert_as_alone(together, alone, partial(batches, round=1))
+
+
 def fail_at(at: int, monkeypatch: pytest.MonkeyPatch, backend: type[TrainerBackend]) -> None:
     """Let the addition of gradients with this number fail, from 0."""
     calls, accumulate = count(), backend.accumulate
