@@ -24,7 +24,7 @@ from rich.console import Console
 from tinker import types
 
 from benchmarks import record
-from benchmarks.recovery import batch
+from benchmarks.recovery import IDLE_WITHIN, batch
 from tandem.agent.launcher import ProcessLauncher
 from tandem.demo.tiny_model import write_tiny_model
 from tandem.protocol.worker import LoraSpec, TrainingSpec, WorkerKind, WorkerSpec
@@ -55,9 +55,11 @@ async def start(launcher: ProcessLauncher, spec: WorkerSpec) -> dict[str, float]
 
 
 async def wait_until_idle_process(launcher: ProcessLauncher, kind: WorkerKind) -> int:
-    """Return the pid of an idle process that can become a worker of this kind."""
-    while not (pids := launcher.idle.pids(kind)):  # noqa: ASYNC110
-        await asyncio.sleep(_POLL_SECONDS)
+    """Return the pid of an idle process that can become a worker of this kind. Raises
+    `TimeoutError`."""
+    async with asyncio.timeout(IDLE_WITHIN):
+        while not (pids := launcher.idle.pids(kind)):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
     return pids[0]
 
 

@@ -1,10 +1,10 @@
 """New weights from a trainer to an engine.
 
 - `publishing`: seconds and bytes of a trainer's durable versions, without an engine.
-- `serving`: seconds from the start of a publish to the first new token of an engine on the same
-  device, by files and by memory, and the difference of trainer's and engine's logprobs, beside that
-  of two batches of the engine. All parameters are published. Last, the engine sleeps and wakes
-  beside the trainer.
+- `serving`: seconds from the start of a publish of all parameters to an engine's first new token.
+  Both are on one device. Weights come by files and by memory. The logprobs of trainer and engine
+  are compared. Their difference stands beside that of two batches of the engine. Last, the engine
+  sleeps and wakes beside the trainer.
 - `adapters`: the same for a LoRA run."""
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -102,10 +102,17 @@ def attempt(
 
 
 def elsewhere(bench: Bench, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Run a function in a separate process on the device, which then frees its memory."""
+    """Run a function in a separate process on the device, which then frees its memory.
+
+    Raises `TimeoutError` at the part's end, and then the process is gone."""
     context, device = get_context("spawn"), parse_device(bench.device)
     with ProcessPoolExecutor(1, context, initializer=confine, initargs=(device,)) as pool:
-        return pool.submit(work, *args, **kwargs).result()
+        try:
+            return pool.submit(work, *args, **kwargs).result(bench.left)
+        except TimeoutError:
+            for process in active_children():  # the pool would wait for it
+                process.kill()
+            raise
 
 
 class Caller:

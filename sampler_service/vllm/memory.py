@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _LARGE = 2**20
+"""Bytes of a tensor that is worth a mapping of its own."""
 OUTSIDE_TORCH = 2**30
 """The part of an engine's GPU budget for the CUDA context and graphs."""
 _MADV_DONTNEED = 4
@@ -57,7 +58,8 @@ def cache_bytes(budget: int, *, peak: int) -> int:
 
 
 class UnwrittenZeros(TorchFunctionMode):  # type: ignore[misc]
-    """Within it, `torch.zeros` of one large dimension on a CPU returns new pages of the kernel.
+    """Within it, `torch.zeros` of one large dimension on a CPU, as for vLLM's KV cache, returns new
+    pages of the kernel.
 
     They read as zeros, and take memory when they are first written. torch would write each of
     them."""
@@ -71,11 +73,11 @@ class UnwrittenZeros(TorchFunctionMode):  # type: ignore[misc]
     ) -> object:
         options = kwargs or {}
         if function is torch.zeros and len(args) == 1 and isinstance(args[0], int):
-            dtype, device = options.get("dtype"), torch.device(options.get("device") or "cpu")
-            size = args[0] * (dtype or torch.get_default_dtype()).itemsize
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            device, size = torch.device(options.get("device") or "cpu"), args[0] * dtype.itemsize
             if size >= _LARGE and device.type == "cpu":
                 pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-                return torch.frombuffer(pages, dtype=dtype or torch.get_default_dtype())
+                return torch.frombuffer(pages, dtype=dtype)
         return function(*args, **options)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -15,7 +15,7 @@ import tinker
 from tinker import ServiceClient, TrainingClient, types
 
 from tests.support.sdk import Floats, adam, datum, outputs, params, sequences, supervised
-from tests.support.stacks import TIED
+from tests.support.stacks import TIED, TestStack
 
 TIMEOUT = 240.0
 """Longest seconds until a result."""
@@ -124,6 +124,32 @@ class Experiment:
             self.steps.append(drawn + logprobs + np.float64(norm).tobytes())
 
         return fetch
+
+
+def begin(
+    stack: TestStack, experiments: Sequence[Experiment], *, steps: int
+) -> list[threading.Thread]:
+    """Run experiments at once, each in its own session."""
+
+    def work(experiment: Experiment) -> None:
+        with stack.service() as service:
+            experiment.run(service, exactly=steps)
+
+    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in experiments]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def end(
+    threads: Sequence[threading.Thread], experiments: Sequence[Experiment], *, steps: int
+) -> None:
+    """Wait for experiments that have begun, and check that each made all its steps."""
+    for thread in threads:
+        thread.join(TIMEOUT)
+    for each in experiments:
+        assert each.fault is None, each.fault
+        assert len(each.steps) == steps
 
 
 def _bytes(arrays: list[Floats]) -> bytes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,9 @@ from benchmarks.gpu.goals import GOALS, goal_table, judged
 from benchmarks.gpu.memory import compared
 from benchmarks.gpu.plan import PLAN, planned
 from benchmarks.gpu.sizes import SIZES, flops, parameters_of
-from tandem.agent.host import accelerators
+from benchmarks.gpu.workers import Bench, elsewhere
+from tandem.agent.host import accelerators, this_host
+from tandem.protocol.devices import Device
 from tandem.v1 import trainer_pb2
 from tests.gpu.__main__ import main as run_gpu_tests
 
@@ -144,6 +148,15 @@ def test_a_part_without_time_is_left_out_and_named(monkeypatch, capsys):
     assert results["left_out"] == ["tiny memory"] and "tiny" not in results
     assert "left out: tiny memory takes 120 s" in capsys.readouterr().out
     assert found("memory", "--budget", "0")["tiny"] == {"memory": {"seconds": 1}}
+
+
+def test_a_process_that_outlives_its_part_is_killed(tmp_path):
+    device = str(Device("cpu", cores=frozenset(this_host().cores)))
+    until = time.monotonic() + 1
+    bench = Bench(tmp_path, device, gpu=None, rounds=1, steps=1, say=print, until=until)
+    with pytest.raises(TimeoutError):
+        elsewhere(bench, time.sleep, 3600)
+    assert not multiprocessing.active_children()
 
 
 def test_the_tests_run_after_the_measurements(monkeypatch, tmp_path):

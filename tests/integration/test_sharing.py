@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.experiments import PROMPTS, TIMEOUT, Experiment
+from tests.chaos.experiments import PROMPTS, TIMEOUT, Experiment, begin, end
 from tests.support.stacks import GROUPS, TIED, TestStack, running, write_qwen
 from tests.support.waiting import wait_until
 
@@ -23,27 +23,6 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_qwen(tmp_path_factory.mktemp("model") / "tied", seed=3)
-
-
-def begin(stack: TestStack, experiments: Sequence[Experiment]) -> list[threading.Thread]:
-    """Run experiments at once, each in its own session."""
-
-    def work(experiment: Experiment) -> None:
-        with stack.service() as service:
-            experiment.run(service, exactly=STEPS)
-
-    threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in experiments]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def end(threads: Sequence[threading.Thread], experiments: Sequence[Experiment]) -> None:
-    for thread in threads:
-        thread.join(TIMEOUT)
-    for each in experiments:
-        assert each.fault is None, each.fault
-        assert len(each.steps) == STEPS
 
 
 @dataclass
@@ -60,7 +39,7 @@ class Alone:
         if missing:
             with running(self.folder / str(len(self.done)), models={TIED: self.model}) as stack:
                 for experiment in missing:
-                    end(begin(stack, [experiment]), [experiment])
+                    end(begin(stack, [experiment], steps=STEPS), [experiment], steps=STEPS)
                     self.done[experiment.kind, experiment.number] = experiment
 
 
@@ -101,7 +80,7 @@ def test_time_sliced_equals_alone(groups, kinds, model, alone, tmp_path):
         models={TIED: model},
         settings={"groups": GROUPS[groups], "sharing_quantum": "0.2"},
     ) as stack:
-        end(begin(stack, experiments), experiments)
+        end(begin(stack, experiments, steps=STEPS), experiments, steps=STEPS)
         assert stack.reasons_of_ends() == {"it was released"}, "each worker slept in its turn"
     assert_as_alone(experiments, alone)
 
@@ -120,9 +99,9 @@ def test_without_host_memory_trainers_sleep_in_files_and_engines_drop_their_weig
         "spill_dir": str(tmp_path / "spilled"),
     }
     with running(tmp_path, models={TIED: model}, settings=settings) as stack:
-        threads = begin(stack, experiments)
+        threads = begin(stack, experiments, steps=STEPS)
         wait_until(lambda: spilled(stack) > 0, what="a trainer sleeps in a file", timeout=TIMEOUT)
-        end(threads, experiments)
+        end(threads, experiments, steps=STEPS)
         # A sleeper may have to end for a worker that has waited for too long.
         assert stack.reasons_of_ends() <= {"it was released", "another worker needs its memory"}
     assert_as_alone(experiments, alone)
@@ -161,13 +140,13 @@ def test_lora_runs_on_one_base_equal_those_alone_though_their_trainer_is_killed(
     one_samples, killed = threading.Lock(), threading.Event()
     experiments = [Experiment("rl", each, Turn(one_samples, killed)) for each in range(runs)]
     with running(tmp_path, models={TIED: model}, settings={"sharing_lora_runs": "always"}) as stack:
-        threads = begin(stack, experiments)
+        threads = begin(stack, experiments, steps=STEPS)
         wait_until(lambda: all(each.steps for each in experiments), what="each has done a step")
         workers = stack.status()["workers"]
         assert sorted(worker["kind"] for worker in workers) == ["sampler", "trainer"]
         os.kill(next(each["pid"] for each in workers if each["kind"] == "trainer"), signal.SIGKILL)
         killed.set()
-        end(threads, experiments)
+        end(threads, experiments, steps=STEPS)
         log = stack.stack.log_path.read_text()
     assert_as_alone(experiments, alone)
     assert log.count("trainer_restored") == len(experiments)
