@@ -11,13 +11,16 @@ _MAIN = ("reward", "loss")
 
 def main_metric(names: Iterable[str]) -> str:
     """Return the metric that best tells how a run does, "" without any: a reward before a loss,
-    the user's before the server's, and a short name before a longer one."""
+    the user's before the server's, and a short name before a longer one.
+
+    Capitals do not matter."""
     known = sorted(names)
     ranks = [
         (rank, name.startswith(SERVER), len(name), name)
         for name in known
+        for parts in (name.lower().split("/"),)
         for rank, word in enumerate(_MAIN)
-        if name.rpartition("/")[2].rpartition("_")[2] == word or word in name.split("/")
+        if word in parts or parts[-1].rpartition("_")[2] == word
     ]
     if ranks:
         return min(ranks)[-1]

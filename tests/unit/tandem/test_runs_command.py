@@ -60,6 +60,7 @@ def test_the_main_metric_is_a_reward_then_a_loss_and_the_user_s_first():
     assert main_metric({"tandem/loss": 1, "train_loss": 1}) == "train_loss"
     assert main_metric({"tandem/loss": 1, "tandem/kl_mean": 1}) == "tandem/loss"
     assert main_metric({"accuracy": 1, "tandem/kl_mean": 1}) == "accuracy"
+    assert main_metric(["Loss", "Reward/mean", "rewarded"]) == "Reward/mean"
     assert main_metric({}) == ""
 
 
